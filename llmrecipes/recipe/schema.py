@@ -104,10 +104,8 @@ class Lora(Section):
     dropout: Probability = 0.0
     """Dropout on the adapters' inputs."""
     target_modules: Annotated[tuple[Target, ...], Field(min_length=1, strict=False)] | None = None
-    """Matrices to adapt, by Megatron's names: `linear_qkv`, `linear_proj`, `linear_fc1` and `linear_fc2` (of dense MLPs
-    and shared experts), `linear_q_proj` or `linear_q_down_proj` and `linear_q_up_proj`, `linear_kv_down_proj` and
-    `linear_kv_up_proj` of latent attention, `experts.linear_fc1` and `experts.linear_fc2` of routed experts, with
-    separate adapters per expert. Unset: all matrices except those of routed experts."""
+    """Matrices to adapt. `linear_q_` and `linear_kv_` are those of latent attention, `experts.` of routed experts,
+    with separate adapters per expert. Unset: all matrices except those of routed experts."""
 
     @property
     def scale(self) -> float:
@@ -122,17 +120,16 @@ class Parallelism(Section):
     tensor_model_parallel_size: PosInt = 1
     """Tensor-parallel size: ranks that share every layer's matrices and heads (Megatron-LM, arXiv 1909.08053)."""
     pipeline_model_parallel_size: PosInt = 1
-    """Pipeline-parallel size: stages into which the layers are split; micro-batches are pipelined through them (1F1B,
-    arXiv 2104.04473, section 2.2.1)."""
+    """Pipeline-parallel size: stages into which the layers are split (1F1B, arXiv 2104.04473)."""
     virtual_pipeline_model_parallel_size: Annotated[int, Field(gt=1)] | None = None
     """Chunks of layers per pipeline stage: a smaller bubble at the cost of more communication (interleaved schedule,
-    arXiv 2104.04473, section 2.2.2); unset: one."""
+    arXiv 2104.04473); unset: one."""
     context_parallel_size: PosInt = 1
     """Context-parallel size: ranks that share every sequence, two chunks each (Llama 3, arXiv 2407.21783, section
     3.3.2)."""
     expert_model_parallel_size: PosInt = 1
-    """Expert-parallel size: ranks that share the experts of a layer (GShard, arXiv 2006.16668). These are the tensor-,
-    context- and data-parallel ranks, not additional ones (arXiv 2504.14960)."""
+    """Expert-parallel size: ranks that share the experts of a layer. These are the tensor-, context- and
+    data-parallel ranks, not additional ones (arXiv 2504.14960)."""
     expert_tensor_parallel_size: PosInt | None = None
     """Ranks that share the matrices of each expert; unset: `tensor_model_parallel_size`."""
     sequence_parallel: bool = False
@@ -146,9 +143,9 @@ class Parallelism(Section):
     account_for_loss_in_pipeline_split: bool = False
     """Count output layer and loss as a layer of the last stage, which then has one layer fewer."""
     pipeline_model_parallel_layout: Annotated[str, Field(min_length=1)] | None = None
-    """Contents of every pipeline stage in megatron-core's notation: `|` separates stages, with virtual stages chunk by
-    chunk; `E` is the embedding, `t` a transformer layer, `m` a layer of multi-token prediction, `L` the loss, `t*3` is
-    `ttt` and `(tt|)*2` is `tt|tt|`. Unset: as set by the keys above, or evenly."""
+    """Contents of every pipeline stage in megatron-core's notation: `|` separates stages, with virtual stages chunk
+    by chunk; `E` is the embedding, `t` a transformer layer, `m` a layer of multi-token prediction, `L` the loss,
+    `(tt|)*2` is `tt|tt|`. Unset: as set by the keys above, or evenly."""
     use_distributed_optimizer: bool = True
     """Shard optimizer state and master weights over data-parallel ranks (ZeRO-1, arXiv 1910.02054)."""
     overlap_grad_reduce: bool = False
@@ -185,7 +182,7 @@ class Train(Section):
     initialisation. `model` must describe it, but may have a larger vocabulary."""
     freeze: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
     """Name patterns of parameters that are not trained, as in `optimizer.groups`: these have no gradient and no
-    optimizer state. A stage may freeze others. Tied embeddings are one parameter."""
+    optimizer state. A stage may freeze others."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Data type of weights and activations. bf16 and fp16 keep fp32 master weights; fp16 scales the loss
     dynamically."""
@@ -194,8 +191,8 @@ class Train(Section):
     eval_interval: PosInt = 100
     """Steps between evaluations on the validation split; the last step is always evaluated."""
     eval_at_start: bool = False
-    """Also evaluate before the first step, with the held-out sets and `eval_tasks`: the initial weights. It does not
-    count for `early_stop`, `target_loss` and `checkpoint.keep_best`."""
+    """Also evaluate before the first step. It does not count for `early_stop`, `target_loss` and
+    `checkpoint.keep_best`."""
     eval_iters: PosInt = 10
     """Global batches per evaluation."""
     monitor: str | None = None
@@ -212,31 +209,31 @@ class Train(Section):
     label_smoothing: Probability = 0.0
     """Probability mass spread over the vocabulary in the training loss; validation losses are never smoothed."""
     z_loss_coeff: NonNegFloat = 0.0
-    """Weight of the z-loss, the squared log-sum-exp of a token's logits, in the training loss; it keeps logits small
-    (arXiv 2204.02311, section 5, uses 1e-4). Validation losses do not include it."""
+    """Weight of the z-loss, the squared log-sum-exp of a token's logits, in training; it keeps logits small (arXiv
+    2204.02311 uses 1e-4)."""
     adversarial: Adversarial | None = None
     keep_zeros: bool = False
     """Keep weights of the layers' matrices that are exactly zero at zero, such as those removed by `llmrecipes
     prune`."""
     recompute_granularity: Literal["selective", "full", "auto"] | None = None
     """Recompute parts of layers (`selective`, see `recompute_modules`) or whole layers (`full`) in the backward pass
-    instead of storing activations (arXiv 2205.05198). Core attention is not recomputed where its kernel stores no
-    scores, as on all GPUs. `auto`: the least recomputation that fits the machine with 5% of its memory free."""
+    instead of storing activations (arXiv 2205.05198), except core attention whose kernel stores no scores, as on all
+    GPUs. `auto`: the least that fits the machine with 5% of its memory free."""
     recompute_method: Literal["uniform", "block"] | None = None
     """For `full`: recompute all layers in chunks (`uniform`), or only the first layers (`block`)."""
     recompute_num_layers: PosInt | None = None
     """For `full`: layers per chunk (`uniform`), or number of recomputed layers (`block`)."""
     recompute_modules: Annotated[tuple[RecomputeModule, ...], Field(min_length=1, strict=False)] | None = None
     """For `selective`: parts of each layer to recompute; unset: `core_attn`. `layernorm`: the norms before attention
-    and MLP, where they are not fused with the next GEMM. `mla_up_proj`: queries, keys and values of latent attention.
-    `mlp`: dense MLPs. `moe_act`: the activation of experts (TransformerEngine only). `shared_experts`: shared experts.
-    `moe`: all of a layer's experts with router and dispatch."""
+    and MLP, unless fused with the next GEMM. `mla_up_proj`: queries, keys and values of latent attention. `mlp`:
+    dense MLPs. `moe_act`: the activation of experts (TransformerEngine only). `shared_experts`. `moe`: experts with
+    router and dispatch."""
     torch_compile: bool = False
     """Compile the transformer layers and the loss with torch.compile; in layers with experts, only the attention."""
     loss_chunk_tokens: NonNegInt | None = None
-    """Tokens per chunk in which the output layer and the loss are computed, with their gradients, so that the logits of
-    a micro-batch are never all in memory at once; 0: no chunks. Unset: no chunks, unless the logits would take more
-    than 1/16 of a GPU's memory, or 256 MiB on a CPU."""
+    """Tokens per chunk in which the output layer and the loss are computed, so that the logits of a micro-batch are
+    never all in memory; 0: no chunks. Unset: chunks only if the logits would take more than 1/16 of a GPU's memory,
+    or 256 MiB on a CPU."""
     initial_loss_scale: PosFloat = 65536.0
     """Initial fp16 loss scale."""
     min_loss_scale: PosFloat = 1.0
@@ -246,13 +243,12 @@ class Train(Section):
     hysteresis: PosInt = 2
     """Overflows after which the fp16 loss scale is halved."""
     elastic: Annotated[tuple[PosInt, PosInt], Field(strict=False)] | None = None
-    """Minimum and maximum number of data-parallel replicas: a start, or a restart after losing ranks, uses as many as
-    are available. Global batch size and data order stay the same. A stage with another layout uses the ranks that as
-    many replicas of the recipe's layout have. Unset: the number of ranks changes only by hand."""
+    """Minimum and maximum number of data-parallel replicas: each start uses as many as are available. Global batch
+    size and data order stay the same. A stage with another layout uses the ranks of as many replicas of the recipe's
+    layout. Unset: the number of ranks changes only by hand."""
     exit_grace_seconds: PosFloat = 240.0
-    """Seconds from a signal until ranks that have not saved and exited are killed. Should exceed the time of a step and
-    a save, and be less than the scheduler's grace period (300 s for the pods of `llmrecipes submit`). Slurm kills its
-    tasks itself."""
+    """Seconds from a signal until ranks that have not saved and exited are killed. Should exceed the time of a step
+    and a save, and be less than the scheduler's grace period (300 s for pods)."""
 
     def without_stops(self) -> Train:
         """The same without what ends a run before its last step."""
@@ -310,8 +306,8 @@ class Data(Section):
     """Cleaning steps applied to a document before it is tokenized, in order, after `min_characters` and
     `max_characters`."""
     max_unreadable: Probability = 0.0
-    """Fraction of a source's files that may be damaged: the rest of a damaged file is skipped, and the file is counted.
-    With more damaged files than this, `prepare` fails; 0: at the first."""
+    """Fraction of a source's files that may be damaged: the rest of a damaged file is skipped, and the file is
+    counted. With more, `prepare` fails."""
     num_workers: NonNegInt = 1
     """Loader processes per rank; 0: read in the training process."""
     prefetch_factor: PosInt = 4
@@ -335,8 +331,8 @@ class Checkpoint(Section):
     """Also keep the checkpoint with the lowest held-out loss (`train.monitor`) among those followed by an evaluation;
     `RUN@best` names it."""
     also_export: Literal["hf"] | None = None
-    """Also write saved checkpoints as Hugging Face folders, `exported/step-N` in the run's directory, by a process in
-    the background; kept as long as the checkpoints. Unset: only `llmrecipes export` does."""
+    """Also write saved checkpoints as Hugging Face folders, `exported/step-N` in the run's directory, in the
+    background; kept as long as the checkpoints."""
     also_export_interval: Annotated[PosInt | None, OnlyWith("also_export")] = None
     """Steps between these folders, a multiple of `save_interval`; the last checkpoint is always exported. Unset: every
     checkpoint."""
@@ -411,9 +407,8 @@ class Tracking(Section):
     """Also report the training loss by source of the blend, without extra communication: `source_loss` by label, over
     about ten steps at a time."""
     layers_interval: PosInt | None = None
-    """Steps between measurements of every layer: norms of gradients, weights and updates by kind of parameter, size of
-    its output, largest attention logit, and histograms. Rounded up to a multiple of `train.log_interval`; unset:
-    none."""
+    """Steps between measurements of every layer: norms of gradients, weights and updates, size of its output,
+    largest attention logit, histograms. Rounded up to a multiple of `train.log_interval`; unset: none."""
 
 
 NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"

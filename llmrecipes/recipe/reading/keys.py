@@ -422,11 +422,11 @@ def _cell(text: str) -> str:
 
 
 _TYPES = {"a finite number": "number", "an integer": "integer", "a string": "string", "true or false": "boolean"}
-_SIGNS = {"greater than": ">", "at least": "≥", "less than": "<", "at most": "≤"}
+_SIGNS = {"greater than": ">", "at least": "≥", "less than": "<", "at most": "≤", " from names to any value": ""}
 
 
 def _short(takes: str) -> str:
-    """The values of a key, for a column of hundreds: `integer > 0`."""
+    """The values of a key, for a column of hundreds: `integer > 0`, `rope, yarn`."""
     for words, sign in (_TYPES | _SIGNS).items():
         takes = takes.replace(words, sign)
-    return takes
+    return takes.removeprefix("one of ")

@@ -15,10 +15,10 @@ class Adversarial(Section):
     losses are not perturbed."""
 
     type: Literal["fgm", "pgd", "freelb"]
-    """`fgm`: one step along the gradient; trains on the mean of the losses without and with it (arXiv 1605.07725,
-    equation 5; 2 passes). `pgd`: `steps` steps from a random start; trains on the loss after the last (arXiv
-    1706.06083; `steps` + 1 passes). `freelb`: trains on the mean of the losses at a random start and after each step
-    but the last (arXiv 1909.11764, algorithm 1; `steps` passes)."""
+    """`fgm`: one step along the gradient; trains on the mean of the losses without and with it (arXiv 1605.07725; 2
+    passes). `pgd`: `steps` steps from a random start; trains on the loss after the last (arXiv 1706.06083; `steps` +
+    1 passes). `freelb`: trains on the mean of the losses before each of these steps (arXiv 1909.11764; `steps`
+    passes)."""
     epsilon: PosFloat
     """Largest norm of the perturbation of a sequence, on the scale of the embeddings, whose standard deviation is
     `model.init_method_std` at first."""

@@ -34,8 +34,8 @@ class Distill(Section):
     """Use only this many of the teacher's most probable tokens, with their probabilities scaled to sum to one; with
     `loss: kl`. Unset: all tokens."""
     logits: str | None = None
-    """Folder with the teacher's `top_k` largest logits for each token, which `llmrecipes precompute` writes and
-    training reads instead of computing the teacher. Unset: the teacher is in memory and computes every micro-batch."""
+    """Folder with the teacher's `top_k` largest logits for each token, written by `llmrecipes precompute`. Unset:
+    the teacher is in memory and computes every micro-batch."""
     layers: Annotated[tuple[LayerPair, ...], Field(strict=False)] = ()
     """Pairs of a student layer and a teacher layer, counted from 1, whose outputs are compared too (arXiv 1909.10351).
     Both models must have the same `hidden_size`, and both layers must be in the same pipeline stage."""

@@ -14,25 +14,24 @@ class Faults(Section):
     """How a run reacts to non-finite numbers, spikes, silent corruption and hangs."""
 
     rerun_mode: Literal["validate_results", "disabled"] | None = None
-    """What to do about a loss or gradient that is not finite. `validate_results`: compute the step again from the same
-    batches before any update; if it is finite then, training continues and the rank is reported, otherwise the run
-    stops (exit code 93). `disabled`: the run stops at once. Unset: `validate_results` with the engine megatron;
-    deepspeed stops at once."""
+    """What to do about a loss or gradient that is not finite. `validate_results`: compute the step again before any
+    update; if it is finite then, training continues and the rank is reported, otherwise the run stops (exit code
+    93). `disabled`: stop at once, as the engine deepspeed does. Unset: `validate_results` with the engine megatron."""
     rank_heartbeat_timeout: PosFloat | Literal["learned"] | None = "learned"
-    """Seconds in which a rank must make progress (a step, a read, an evaluation or a save), or ten times the longest so
-    far if that is more; otherwise it is reported and killed, and the run may be restarted. `learned`: 30 seconds,
-    once the first of its kind has ended. Null: no watchdog."""
+    """Seconds in which a rank must make progress (a step, a read, an evaluation or a save), or ten times the longest
+    so far if that is more; otherwise it is killed, and the run may be restarted. `learned`: 30 seconds, once the
+    first of its kind has ended. Null: no watchdog."""
     initial_rank_heartbeat_timeout: Annotated[PosFloat, OnlyWith("rank_heartbeat_timeout")] = 3600.0
     """The same for the first step, read, evaluation and save, which may compile and connect."""
     check_weight_hash_across_dp_replicas_interval: PosInt | None = None
-    """Steps between comparisons of the weights of data-parallel replicas by their hashes, before an update; they are
-    compared before each save too. A difference stops the run (exit code 93). Unset: none."""
+    """Steps between comparisons of the weights of data-parallel replicas by their hashes, in addition to those
+    before each save. A difference stops the run (exit code 93). Unset: none."""
     check_results_across_dp_replicas_interval: PosInt | None = None
     """Steps between comparisons of what data-parallel replicas compute: all run the same fixed tokens forward, and the
     results must be bitwise equal. A difference raises an alarm (`results_differ`). Unset: none."""
     gradient_check_action: Literal["stop", "alarm", "none"] = "stop"
-    """What to do if the first step of a start clips by another norm than that of all weights, or if copies of a weight
-    have different gradients: `stop` the run (exit code 93), or only raise an `alarm`. `none`: not compared."""
+    """What to do if the first step of a start clips by another norm than that of all weights, or if copies of a
+    weight have different gradients: `stop` (exit code 93), or only raise an `alarm`. `none`: not compared."""
     straggler_threshold: Beta | None = 0.65
     """Speed of a rank's own work, relative to that of its peers, below which two reports in a row raise an alarm. Null:
     none."""

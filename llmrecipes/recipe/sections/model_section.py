@@ -95,8 +95,8 @@ class Model(Section):
     init_method_std: PosFloat = 0.02
     """Standard deviation of `normal` initialisation and of the embeddings."""
     use_mup: bool = False
-    """Maximal-update parametrisation (arXiv 2203.03466): scale initialisation, learning rates, Adam's epsilon,
-    attention scores and logits with width, so that a learning rate tuned on a narrow model transfers to a wide one."""
+    """Maximal-update parametrisation (arXiv 2203.03466): scale initialisation, learning rates, attention scores and
+    logits with width, so that a learning rate tuned on a narrow model transfers to a wide one."""
     mup_base_hidden_size: PosInt | None = None
     """`hidden_size` of the narrow model that was tuned; unset: this model's `hidden_size`."""
     mup_embedding_mult: PosFloat = 1.0
@@ -121,8 +121,8 @@ class Model(Section):
     """Layers with experts: every N-th, starting with the first, or a list with 1 (experts) or 0 (dense) per layer."""
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"] = "aux_loss"
     """Tokens over which the auxiliary load-balancing loss is computed: a micro-batch (`aux_loss`; GShard, arXiv
-    2006.16668), each sequence (`seq_aux_loss`; DeepSeek-V3, arXiv 2412.19437, section 2.1.2), or the global batch so
-    far (`global_aux_loss`; arXiv 2501.11873). `none`: no auxiliary loss."""
+    2006.16668), each sequence (`seq_aux_loss`; DeepSeek-V3, arXiv 2412.19437), or the global batch so far
+    (`global_aux_loss`; arXiv 2501.11873). `none`: no auxiliary loss."""
     moe_aux_loss_coeff: NonNegFloat = 0.0
     """Weight of the auxiliary loss beside the mean loss of a token, however many tokens are masked; Switch Transformer
     (arXiv 2101.03961) uses 0.01."""
@@ -141,8 +141,8 @@ class Model(Section):
     moe_router_topk_scaling_factor: PosFloat | None = None
     """Factor applied to the selected scores; unset: none."""
     moe_router_num_groups: Annotated[PosInt | None, OnlyWith("moe_router_group_topk")] = None
-    """Number of expert groups for group-limited routing (DeepSeek-V2, arXiv 2405.04434, section 2.2.2); unset: routing
-    is not limited."""
+    """Number of expert groups for group-limited routing (DeepSeek-V2, arXiv 2405.04434); unset: routing is not
+    limited."""
     moe_router_group_topk: Annotated[PosInt | None, OnlyWith("moe_router_num_groups")] = None
     """Number of groups from which a token's experts are selected; needs `moe_router_num_groups`."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = "fp32"
@@ -158,12 +158,11 @@ class Model(Section):
     moe_token_drop_policy: Literal["probs", "position"] = "probs"  # noqa: S105 - no password
     """Tokens that a full expert drops: those with the lowest scores (`probs`), or the last ones (`position`)."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"  # noqa: S105 - no password
-    """How tokens reach experts on other ranks: `alltoall` sends each token to its experts only, `allgather` gathers all
-    tokens on every rank, `flex` uses DeepEP's kernels (`speed.moe_flex_dispatcher_backend`), which the image must
-    include."""
+    """How tokens reach experts on other ranks: `alltoall` sends each token to its experts only, `allgather` gathers
+    all tokens on every rank, `flex` uses DeepEP's kernels (`speed.moe_flex_dispatcher_backend`)."""
     multi_latent_attention: bool = False
     """Use multi-head latent attention: keys and values are computed from a compressed vector (DeepSeek-V2, arXiv
-    2405.04434, section 2.1). The keys below set its head sizes; needs `position_embedding_type: rope`."""
+    2405.04434). The keys below set its head sizes; needs `position_embedding_type: rope`."""
     q_lora_rank: PosInt | None = None
     """Width of the compressed query; unset: queries are not compressed."""
     kv_lora_rank: PosInt = 512
@@ -192,16 +191,15 @@ class Model(Section):
     """YaRN of latent attention: multiply attention scores by m(`mscale_all_dim`)²."""
     mtp_num_layers: PosInt | None = None
     """Number of multi-token prediction layers after the last layer, each predicting one token further ahead, in
-    training only (DeepSeek-V3, arXiv 2412.19437, section 2.2); unset: none."""
+    training only (DeepSeek-V3, arXiv 2412.19437); unset: none."""
     mtp_loss_scaling_factor: PosFloat = 0.1
-    """Weight of the mean loss of the multi-token prediction layers. For the prediction of *k* tokens further, each
-    token's loss has the factor `seq_length` / (`seq_length` - *k*), as in Megatron-core where no token is masked."""
+    """Weight of the mean loss of the multi-token prediction layers. A token predicted *k* further has the factor
+    `seq_length` / (`seq_length` - *k*), as in Megatron-core."""
     make_vocab_size_divisible_by: PosInt = 128
     """Pad the rows of the embedding to a multiple of this, which keeps GEMMs aligned."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layer implementation. `auto`: TransformerEngine if it is installed and the GPU supports it, but `local` with
-    DeepSpeed and in fp32, which TransformerEngine would compute in TF32. The implementation in use is printed and
-    recorded."""
+    DeepSpeed and in fp32, which TransformerEngine would compute in TF32."""
 
 
 TRAINING_ONLY = frozenset(

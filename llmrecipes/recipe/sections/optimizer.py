@@ -30,10 +30,9 @@ class Optimizer(Section):
     """AdamW (arXiv 1711.05101) or another optimizer of megatron-core; norms and biases have no weight decay."""
 
     optimizer: Literal["adam", "sgd", "muon", "lion"] = "adam"
-    """Optimizer. `adam`: AdamW. `sgd`: SGD with momentum. `muon` (arXiv 2502.16982): orthogonalizes the momentum of
-    each matrix between hidden layers; embeddings, output layer, norms and biases use AdamW. `lion` (arXiv 2302.06675):
-    updates the same matrices by sign, with `adam_beta1` and `adam_beta2`. `muon` and `lion` need
-    emerging-optimizers."""
+    """`adam`: AdamW. `sgd`: SGD with momentum. `muon` (arXiv 2502.16982): orthogonalizes the momentum of each matrix
+    between hidden layers; embeddings, output layer, norms and biases use AdamW. `lion` (arXiv 2302.06675): updates
+    the same matrices by sign, with `adam_beta1` and `adam_beta2`."""
     lr: PosFloat
     """Peak learning rate."""
     min_lr: NonNegFloat = 0.0
@@ -55,8 +54,7 @@ class Optimizer(Section):
     muon_nesterov: bool = False
     """Use Nesterov momentum with `muon`."""
     muon_coefficient_type: Literal["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"] = "quintic"
-    """Coefficients of the Newton-Schulz iterations, as named by emerging-optimizers. `aol` is refused: the update of a
-    nearly rank-one matrix has the wrong sign."""
+    """Coefficients of the Newton-Schulz iterations, as named by emerging-optimizers. `aol` is refused."""
     muon_num_ns_steps: PosInt = Field(
         default_factory=lambda keys: MUON_STEPS[keys.get("muon_coefficient_type", "quintic")],
         json_schema_extra={"default": MUON_STEPS["quintic"]},
@@ -74,9 +72,8 @@ class Optimizer(Section):
     muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = "medium"
     """Precision of the GEMMs in the iterations; `medium`: bf16."""
     muon_tp_mode: Literal["duplicated", "distributed"] = "duplicated"
-    """How tensor-parallel ranks orthogonalize a sharded matrix: each gathers and computes all of it (`duplicated`), or
-    each keeps its shard and the products are summed in every iteration (`distributed`). Megatron's `blockwise`, which
-    orthogonalizes shards independently, is not supported: the update would depend on the layout."""
+    """How tensor-parallel ranks orthogonalize a sharded matrix: each gathers and computes all of it (`duplicated`),
+    or each keeps its shard and the products are summed in every iteration (`distributed`)."""
     clip_grad: NonNegFloat = 1.0
     """Global gradient norm above which gradients are scaled down; 0 disables clipping."""
     qk_clip: bool = False
@@ -87,8 +84,8 @@ class Optimizer(Section):
     qk_clip_threshold: Annotated[PosFloat, OnlyWith("qk_clip")] = 100.0
     """Largest attention logit of a head: the scaled product of a query and a key, before the softmax."""
     ema_decay: Beta | None = None
-    """Decay of a moving average of the weights in fp32, saved in checkpoints for `export --ema` and `generate --ema`:
-    after each update, the average keeps this weight, and the new weights get the rest. Unset: none."""
+    """Decay of a moving average of the weights in fp32, saved in checkpoints for `export --ema` and `generate
+    --ema`. Unset: none."""
     use_precision_aware_optimizer: bool = False
     """Use TransformerEngine's FusedAdam, with moments of the types below and gradients in the type in which they were
     reduced."""

@@ -35,18 +35,16 @@ class Dpo(Section):
     beta: PosFloat = 0.1
     """Factor of these gains, which makes them rewards: the strength of the reference. With `ipo`, its τ."""
     loss_type: LossType = "sigmoid"
-    """Loss of a pair, named as TRL's `loss_type`: `sigmoid` is the DPO paper's, `ipo` is from arXiv 2310.12036, per
-    token, `hinge` from SLiC (2305.10425), `robust` from 2403.00409, `exo_pair` from 2402.00856, `nca_pair` from
-    2402.05369, `bco_pair` from 2404.04656, `sppo_hard` from 2405.00675, `apo_zero` and `apo_down` from 2408.06266,
-    `sigmoid_norm` from 2405.14734."""
+    """Loss of a pair, named as TRL's `loss_type`: `sigmoid` (the DPO paper), `ipo` (arXiv 2310.12036, per token),
+    `hinge` (2305.10425), `robust` (2403.00409), `exo_pair` (2402.00856), `nca_pair` (2402.05369), `bco_pair`
+    (2404.04656), `sppo_hard` (2405.00675), `apo_zero` and `apo_down` (2408.06266), `sigmoid_norm` (2405.14734)."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Probability that a pair is labelled the wrong way round; only with `robust` and `exo_pair`."""
     reference: str | None = None
-    """Reference model: a run (`RUN` or `RUN@STEP`), or a Hugging Face model as a folder or by its name on the Hub, of
-    the same architecture and tokens. Unset: the weights that the run starts from, or with adapters the model without
-    them."""
+    """Reference model of the same architecture and tokens: a run (`RUN` or `RUN@STEP`), or a Hugging Face model as a
+    folder or by name. Unset: the weights that the run starts from, or with adapters the model without them."""
     reference_free: bool = False
     """Compute the loss without a reference model."""
     reference_log_probs: Annotated[str, Field(min_length=1)] | None = None
-    """Folder with the reference's log-probabilities of all pairs, which `llmrecipes precompute` writes and training
-    reads instead of computing the reference. Unset: the reference is in memory and computes every micro-batch."""
+    """Folder with the reference's log-probabilities of all pairs, written by `llmrecipes precompute`. Unset: the
+    reference is in memory and computes every micro-batch."""

@@ -45,7 +45,7 @@ class Dimension(Section):
     """Values to choose from, instead of a range."""
     when: dict[str, Annotated[tuple[JsonValue, ...], Field(min_length=1, strict=False)]] = Field({})
     """Search this key only if other keys have one of these values, such as `{model.gated_linear_unit: [true]}`;
-    otherwise it keeps the recipe's value. The other keys may be searched themselves, by earlier items."""
+    otherwise it keeps the recipe's value."""
 
 
 class Sampler(Variant):
@@ -224,8 +224,8 @@ class Search(Section):
     """Quantities to minimise, taken at the last evaluation of a trial. With several, the result is the set of best
     trade-offs."""
     trial_tokens: PosInt | None = None
-    """Training tokens per trial; unset: those of the recipe. Steps, evaluations and the schedule are scaled to it, so
-    that trials with different batches are compared after the same number of tokens."""
+    """Training tokens per trial, to which steps, evaluations and the schedule are scaled; unset: those of the
+    recipe."""
     seeds_per_point: PosInt = 1
     """Training runs per point, with `train.seed` and the seeds after it. The value of a trial is their mean; only the
     first can be pruned."""
@@ -240,9 +240,9 @@ class Search(Section):
     study_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,40}$")] | None = None
     """Name of the study; unset: the recipe's name."""
     storage: str | None = None
-    """Storage of the study: `sqlite:///FILE` for one machine, `postgresql://USER@HOST/DATABASE` for a cluster (the
-    password comes from `PGPASSWORD` or `~/.pgpass`), or the path of a journal file on a shared file system; unset: a
-    journal file in the folder of the study."""
+    """Storage of the study: the path of a journal file on a shared file system, `sqlite:///FILE` for one machine, or
+    `postgresql://USER@HOST/DATABASE` (password from `PGPASSWORD` or `~/.pgpass`); unset: a journal file in the
+    folder of the study."""
     enqueue_recipe: bool = True
     """Try the recipe's own values first, if the space contains them."""
     enqueue_trials: Annotated[tuple[JsonObject, ...], Field(strict=False)] = ()

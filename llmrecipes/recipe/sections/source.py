@@ -24,11 +24,10 @@ class Source(Section):
     """A source of documents. Several sources are blended by weight."""
 
     type: Literal["stdlib", "docstrings", "machine", "text", "jsonl", "parquet", "hub", "megatron"]
-    """`stdlib`: the source code of Python's standard library, one document per file, no network. `docstrings`: its
-    functions and what they do, as questions and answers (`data.chat`). `machine`: documentation, licences, manual pages
-    and code of this machine, with planted copies and junk, to try `data.steps`. `text`: one document per file. `jsonl`,
-    `parquet`: one document per row. `hub`: a Hugging Face dataset. `megatron`: tokens in `.bin` and `.idx` files, as
-    written by Megatron-LM's `preprocess_data.py`."""
+    """`stdlib`: the source code of Python's standard library. `docstrings`: its functions and what they do, as
+    questions and answers (`data.chat`). `machine`: files of this machine, with planted copies and junk, to try
+    `data.steps`. `text`: one document per file. `jsonl`, `parquet`: one per row. `hub`: a Hugging Face dataset.
+    `megatron`: `.bin` and `.idx` files of Megatron-LM."""
     path: str | None = None
     """For `text`, `jsonl` and `parquet`: file, folder or glob, relative to the working directory, or a URL that fsspec
     can read (`s3://`, `gs://`, `https://`), with a trailing `/` for a folder. For `hub`: dataset name. For `megatron`:
@@ -43,8 +42,8 @@ class Source(Section):
     text_key: str = "text"
     """Column of the text (`jsonl`, `parquet`, `hub`)."""
     label_key: Annotated[str | None, OnlyWith("label_value")] = None
-    """Column of labels, such as the language of a document (`jsonl`, `parquet`, `hub`): only rows with `label_value`
-    are read. Sources that read the same files with different labels are blended, or balanced, by label."""
+    """Column of labels, such as the language of a document: only rows with `label_value` are read. Sources that read
+    the same files with different labels are blended by label."""
     label_value: Annotated[str | None, OnlyWith("label_key")] = None
     """Label of the rows to read; for a number or boolean, its text in Python, such as `3` or `True`."""
     label: Label | None = None
@@ -92,19 +91,18 @@ class Curriculum(Section):
     of sources and the held-out splits stay the same."""
 
     score: Literal["length", "compression_ratio", "loss"]
-    """Difficulty of a document. `length`: its tokens. `compression_ratio`: bytes of its text after DEFLATE, divided by
-    its bytes; `prepare` computes it. `loss`: its loss in another, often smaller, model, in nats per token, from
-    `scores`."""
+    """Difficulty of a document: its tokens (`length`), bytes of its text after DEFLATE divided by its bytes
+    (`compression_ratio`), or its loss in another model, from `scores` (`loss`)."""
     scores: str | None = None
-    """Folder of losses, as written by `llmrecipes eval RUN --data train --per-document DIR`, relative to the working
-    directory; only with `score: loss`. `prepare` reads it; a run does not."""
+    """Folder of losses that `llmrecipes eval RUN --data train --per-document DIR` has written, read by `prepare`;
+    only with `score: loss`."""
     order: Literal["ascending", "descending"] = "ascending"
     """`ascending`: low scores first; `descending`: high scores first."""
     windows: PosInt = 1
     """Parts of a pass with equal numbers of tokens; the order starts again in each."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Fraction of the run, from its first sample, that is ordered: a curriculum as a warm-up. The rest is shuffled.
-    With stages, fraction of those that share an order of samples."""
+    """Fraction of the run, from its first sample, that is ordered; the rest is shuffled. With stages, fraction of
+    those that share an order of samples."""
 
     @property
     def rehearsed(self) -> Curriculum:

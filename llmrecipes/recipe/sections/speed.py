@@ -40,9 +40,9 @@ class Speed(Section):
     """Attention kernel of TransformerEngine: FlashAttention (`flash`), cuDNN's (`fused`), or unfused. Unset: `auto`,
     TransformerEngine's choice."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] | None = None
-    """How context-parallel ranks exchange keys and values in TransformerEngine's attention: in a ring (`p2p`), gathered
-    before the attention (`all_gather`), by heads (`a2a`), or by heads in small groups and in a ring across these
-    (`a2a+p2p`). Unset: `p2p`; megatron-core's own layers always gather."""
+    """How context-parallel ranks exchange keys and values with TransformerEngine: in a ring (`p2p`), gathered
+    (`all_gather`), by heads (`a2a`), or by heads in small groups and in a ring across these (`a2a+p2p`). Unset:
+    `p2p`; megatron-core's own layers always gather."""
     hierarchical_context_parallel_sizes: Annotated[tuple[PosInt, PosInt], Field(strict=False)] | None = None
     """For `a2a+p2p`: ranks that exchange heads, and ranks in the ring; their product must be
     `context_parallel_size`."""
@@ -100,9 +100,8 @@ class Speed(Section):
     """8-bit format of the GEMMs in TransformerEngine's layers, on Hopper GPUs or newer: `e4m3`, or `hybrid` with
     gradients in `e5m2`. It rounds differently from bf16 and so changes the training. Unset: off."""
     fp8_recipe: Literal["blockwise", "tensorwise", "mxfp8", "delayed"] | None = None
-    """With `fp8`, which values share a scale: blocks of 128 values (`blockwise`), a tensor (`tensorwise`), or 32 values
-    (`mxfp8`, Blackwell). `delayed`, which uses scales of earlier steps, is refused. Unset: `mxfp8` on Blackwell,
-    otherwise `blockwise`."""
+    """With `fp8`, which values share a scale: blocks of 128 values (`blockwise`), a tensor (`tensorwise`), or 32
+    values (`mxfp8`, Blackwell); `delayed` is refused. Unset: `mxfp8` on Blackwell, otherwise `blockwise`."""
     first_last_layers_bf16: Switch = None
     """With `fp8`: compute the first and the last layers in bf16. Unset: off."""
     num_layers_at_start_in_bf16: NonNegInt | None = None
@@ -111,7 +110,7 @@ class Speed(Section):
     """Number of last layers in bf16, with `first_last_layers_bf16`. Unset: 1."""
     cuda_graph_impl: Literal["transformer_engine", "local", "full_iteration"] | None = None
     """Capture the kernels of each layer in CUDA graphs, so that the GPU runs them without the host:
-    `transformer_engine` (2.7). megatron-core's other two values are refused. Unset: off."""
+    `transformer_engine` (2.7); the others are refused. Unset: off."""
     cuda_graph_modules: (
         Annotated[
             tuple[Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess"], ...],
