@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @early_signals()
-@with_options(growth="recipe.growing.Growth")
+@with_options(growth="recipe.variants.growing.Growth")
 def grow(
     run: Annotated[
         str,

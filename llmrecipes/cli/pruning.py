@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @early_signals()
-@with_options(options="recipe.pruning.PruneOptions")
+@with_options(options="recipe.variants.pruning.PruneOptions")
 def prune(
     run: RunArgument,
     *,
