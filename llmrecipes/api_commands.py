@@ -99,7 +99,7 @@ def layout_recipe(
     nodes: int | None = None,
     stage: str | None = None,
 ) -> tuple[Placement, ...]:
-    """What each rank holds of model and data, by rank: `llmrecipes layout`.
+    """What each rank holds of model and data, by rank: `llmrecipes plan --placement`.
 
     Args:
         recipe: a recipe, or its name or path.

@@ -54,7 +54,6 @@ SECTIONS: dict[str, dict[str, str]] = {
     "Recipes": {
         "list": "recipes.list_recipes",
         "show": "recipes.show",
-        "layout": "recipes.layout",
         "dryrun": "dryrun.dryrun",
         "schema": "recipes.schema",
     },
@@ -238,9 +237,8 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code; a `UserError` is printed as one message, without a traceback."""
     completion.enable()
     name = _command(arguments)
-    if name in IN_LAB:
-        error = UserError("not a command of the package", where=name, fix=f"python -m lab {name}, in a checkout")
-        return _fail(error, "--json" in arguments)
+    if name in MOVED:
+        return _fail(UserError("no such command any more", where=name, fix=MOVED[name]), "--json" in arguments)
     return dispatch(_parser(name), arguments, PROGRAM)
 
 
@@ -278,10 +276,17 @@ def dispatch(parser: Callable[..., Any], arguments: Sequence[str], name: str) ->
 REMOVED = {
     ("prepare", "--tasks"): "--on ray, for several nodes; without it all cores of this machine work",
     ("submit", "--prepare-tasks"): "--prepare-nodes N, which prepares with --on ray",
+    ("show", "--plan"): "llmrecipes plan RECIPE --details",
+    ("show", "--step-seconds"): "llmrecipes plan RECIPE --details --step-seconds S",
+    ("show", "--speed"): "llmrecipes plan RECIPE --speed",
+    **{("show", option): f"llmrecipes plan RECIPE {option}" for option in ("--cluster", "--nodes", "--nproc")},
 }
 """What replaces options that earlier versions had, by command."""
-IN_LAB = ("card", "gpu-report", "punish")
-"""Commands of `python -m lab`."""
+MOVED = {
+    **{name: f"python -m lab {name}, in a checkout" for name in ("card", "gpu-report", "punish")},
+    "layout": "llmrecipes plan RECIPE --placement",
+}
+"""What replaces commands that earlier versions had."""
 
 
 def _usage_error(error: typer.TyperException) -> UserError:

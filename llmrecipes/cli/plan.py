@@ -7,7 +7,7 @@ import math
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from llmrecipes.plan.derive import Plan
-    from llmrecipes.plan.speed.forecast import Forecast
-    from llmrecipes.plan.speed.saving import Saving
     from llmrecipes.plan.speed.search import Candidate
     from llmrecipes.workflow.forecast import LayoutDryRun
     from llmrecipes.workflow.whatif import TrainingGoal
@@ -46,10 +44,35 @@ def plan(
         str | None,
         typer.Option(
             "--gpus",
+            "--nproc",
             metavar="N",
-            help="Number of GPUs; default: the fewest, or all of --nodes. With --what-if, several: 64,128.",
+            help="Number of GPUs, or of ranks on processors; default: the fewest, or all of --nodes. With --what-if, "
+            "several: 64,128.",
         ),
     ] = None,
+    details: Annotated[
+        bool, typer.Option("--details", help="Print all derived numbers: memory, FLOPs, communication, data.")
+    ] = False,
+    step_seconds: Annotated[
+        float | None,
+        typer.Option(
+            "--step-seconds",
+            metavar="S",
+            min=1e-6,
+            help="With --details: plan the total time from this measured step time.",
+        ),
+    ] = None,
+    placement: Annotated[
+        bool, typer.Option("--placement", help="Show which part of the model and data every rank holds.")
+    ] = False,
+    stage: Annotated[
+        str | None,
+        typer.Option("--in", metavar="STAGE", help="With --placement: this stage of a recipe; default: the first."),
+    ] = None,
+    speed: Annotated[
+        bool,
+        typer.Option("--speed", help="List features that affect speed: on or off, why, and what they give."),
+    ] = False,
     search: Annotated[
         bool, typer.Option("--search", help="Find the fastest layouts that fit instead of the recipe's.")
     ] = False,
@@ -135,11 +158,16 @@ def plan(
     """Predict time, memory and cost, or search layouts.
 
     Times come from a model fitted to published runs, not from this cluster; with --calibration, runs on the cluster
-    correct them.
+    correct them. Where nothing is known of the machine's speed, the rest is planned, as with --details. A plan that
+    does not fit ends with exit code 2.
     """
+    from llmrecipes.plan.speed.device import SpeedUnknownError
     from llmrecipes.workflow import forecast as workflow
 
     chosen = {
+        "--details": details,
+        "--placement": placement,
+        "--speed": speed,
         "--search": search,
         "--calibration": calibrate,
         "--what-if": compare,
@@ -154,7 +182,7 @@ def plan(
             fix="remove one of them",
         )
     mode = modes[0] if modes else ""
-    one_layout = ("", "--search", "--scaling-curve")
+    one_layout = ("", "--search", "--scaling-curve", "--details", "--placement", "--speed")
     belongs: dict[str, tuple[object, tuple[str, ...]]] = {
         "--clusters": (clusters, ("--what-if",)),
         "--usd-per-gpu-hour": (prices, ("", "--what-if")),
@@ -166,6 +194,8 @@ def plan(
         "--dryrun": (dryrun or None, ("--search",)),
         "--write": (out, ("--search", "--calibration")),
         "--plot": (picture, ("",)),
+        "--step-seconds": (step_seconds, ("--details",)),
+        "--in": (stage, ("--placement",)),
         "--nodes": (nodes, one_layout),
         "--gpus": (gpus, (*one_layout, "--what-if")),
     }
@@ -197,12 +227,28 @@ def plan(
 
             show(*curve_lines(points), f"picture  {curve}")
         return 0
+    asked = _Asked(recipe, tuple(overrides or ()), cluster_name, nodes, number)
+    if placement:
+        _placement(asked, stage, as_json=as_json)
+        return 0
+    if speed:
+        _speed(asked, as_json=as_json)
+        return 0
+    if details:
+        return _details(asked, step_seconds, as_json=as_json)
     if not search:
         price = None if prices is None else usd(prices)
-        forecast = workflow.of_recipe(recipe, overrides or [], cluster_name, nodes, number, price)
+        try:
+            forecast = workflow.of_recipe(recipe, overrides or [], cluster_name, nodes, number, price)
+        except SpeedUnknownError:
+            if as_json or price is not None or picture is not None:
+                raise
+            return _details(asked, None, as_json=False)
+        from llmrecipes.cli.predictions import forecast_text
+
         if picture is not None:
             workflow.plot(forecast, picture)
-        print(json.dumps(forecast.as_dict(), indent=2) if as_json else text(forecast))
+        print(json.dumps(forecast.as_dict(), indent=2) if as_json else forecast_text(forecast))
         if picture is not None and not as_json:
             print(f"{'picture':19}{picture}")
         return exit_code(forecast.plans, explained=not as_json)
@@ -231,6 +277,73 @@ def plan(
     if out is not None:
         print(f"wrote  {out}")
     return 0
+
+
+class _Asked(NamedTuple):
+    """A recipe, its overrides, and the machine that it is planned for."""
+
+    recipe: str
+    overrides: tuple[str, ...]
+    cluster: str | None
+    nodes: int | None
+    ranks: int | None
+
+
+def _details(asked: _Asked, step_seconds: float | None, *, as_json: bool) -> int:
+    from llmrecipes.cli import plan_text
+    from llmrecipes.recipe.load import load
+    from llmrecipes.workflow.forecast import seconds_of
+    from llmrecipes.workflow.plan import communication_on, plan_on, preparation
+
+    loaded = load(asked.recipe, asked.overrides)
+    plan, cluster = plan_on(loaded.recipe, nproc=asked.ranks, cluster=asked.cluster, nodes=asked.nodes)
+    sent = communication_on(plan, cluster, asked.cluster)
+    data = preparation(loaded.recipe, cluster)
+    if as_json:
+        print(json.dumps(plan_text.details_as_dict(loaded, plan, cluster, step_seconds, sent, data), indent=2))
+    else:
+        plan_text.print_details(
+            loaded,
+            plan,
+            cluster,
+            (asked.recipe, *asked.overrides),
+            step_seconds=step_seconds,
+            sent=sent,
+            data=data,
+            predicted=seconds_of(plan, asked.cluster),
+        )
+    return exit_code(plan.stages, explained=not as_json)
+
+
+def _placement(asked: _Asked, stage: str | None, *, as_json: bool) -> None:
+    from llmrecipes.cli import plan_text
+    from llmrecipes.hardware.machine import planned
+    from llmrecipes.plan.placement import place
+    from llmrecipes.recipe.derived.degrees import least_ranks
+    from llmrecipes.recipe.derived.stage_runs import stage_named, stage_recipes
+    from llmrecipes.recipe.load import load
+
+    loaded = load(asked.recipe, asked.overrides).recipe
+    ranks = least_ranks(loaded) if asked.ranks is None else asked.ranks
+    laid_out = stage_recipes(loaded)[0] if stage is None else stage_named(loaded, stage)
+    machine = None if asked.cluster is None else planned(asked.cluster, asked.nodes, ranks)
+    placed = place(laid_out, ranks, machine)
+    if as_json:
+        print(json.dumps(plan_text.layout_as_dict(*placed), indent=2))
+    else:
+        show(*plan_text.layout_lines(*placed))
+
+
+def _speed(asked: _Asked, *, as_json: bool) -> None:
+    from llmrecipes.cli import plan_text
+    from llmrecipes.recipe.load import load
+    from llmrecipes.workflow.features import speed
+    from llmrecipes.workflow.plan import plan_on
+
+    recipe = load(asked.recipe, asked.overrides).recipe
+    plan, _ = plan_on(recipe, nproc=asked.ranks, cluster=asked.cluster, nodes=asked.nodes)
+    report = speed(plan, asked.cluster)
+    print(json.dumps(report.as_dict(), indent=2) if as_json else plan_text.speed_as_text(report))
 
 
 def exit_code(plans: Sequence[Plan], *, explained: bool) -> int:
@@ -355,74 +468,3 @@ def _calibration(
     show(*calibration_lines(report))
     if out is not None:
         print(f"written to {out}: --cluster {out}")
-
-
-def text(forecast: Forecast) -> str:
-    """Lines of name and value."""
-    from llmrecipes.console import duration
-
-    values = forecast.as_dict()
-    peak, speed = values["mfu_full"], values["tokens_per_second_per_gpu"]
-    least, most = forecast.speed_range
-    world = values["world_size"]
-    layout = ", ".join(f"{name} {size}" for name, size in values["parallelism"].items() if size not in (1, None))
-    lines = [
-        ("GPUs", f"{world} × {forecast.device.name}"),
-        ("layout", layout or "data 1"),
-        ("memory of a rank", f"{values['memory_gib']['max']:.1f} GiB, {'fits' if values['fits'] else 'does NOT fit'}"),
-    ]
-    if not values["fits"]:  # it would have no speed
-        return "\n".join(f"{name:19}{value}" for name, value in lines)
-    lines += [
-        ("time of a step", f"{values['step_seconds']:.3g} s"),
-        ("tokens a second", f"{speed:,.0f} a GPU ({least:,.0f} to {most:,.0f})"),
-        *(
-            []
-            if values["fitted"]
-            else [("not fitted", f"no run on {forecast.device.name}: its data sheet, other GPUs' shares")]
-        ),
-        *([] if forecast.calibration is None else [("calibrated", f"by {forecast.calibration.runs} runs")]),
-        ("MFU", f"{peak:.1%}, {values['mfu_causal']:.1%} with causal attention"),
-        ("all steps", f"{duration(forecast.seconds)}, {forecast.gpu_hours:,.1f} GPU-hours"),
-        ("limit", values["limit"]),
-    ]
-    lines += [
-        (f"stage {each['name']}", f"{each['step_seconds']:.3g} s, {each['tokens_per_second_per_gpu']:,.0f} a GPU, "
-         f"{duration(each['days'] * 86400)}; {each['layout']}")
-        for each in values.get("stages", ())
-    ]  # fmt: skip
-    if forecast.cost_usd is None:
-        lines.append(("cost", "unknown: --usd-per-gpu-hour, or costs.usd_per_gpu_hour of a profile"))
-    else:
-        price = forecast.cost_usd / forecast.gpu_hours
-        lines.append(("cost", f"{forecast.cost_usd:,.0f} USD at {price:,.4g} a GPU-hour"))
-    if forecast.energy_mwh is not None:
-        carbon = f", {forecast.co2_t:,.2f} t CO2" if forecast.co2_t is not None else ""
-        lines.append(("energy", f"{forecast.energy_mwh:,.2f} MWh{carbon}"))
-    if forecast.saving is not None:
-        lines += _saves(forecast, forecast.saving)
-    lines += [("problem", problem) for problem in forecast.problems]
-    return "\n".join(f"{name:19}{value}" for name, value in lines)
-
-
-def _saves(forecast: Forecast, saving: Saving) -> list[tuple[str, str]]:
-    from llmrecipes.console import duration
-    from llmrecipes.units import gib
-
-    written = f"training waits {saving.stall:.2g}s, complete after {duration(saving.write)}"
-    lines = [("checkpoint", f"{gib(saving.bytes)}, {written}")]
-    best, share = saving.best_interval, saving.effective(saving.interval)
-    most = saving.effective(best)
-    if saving.mtbf is None or best is None or share is None or most is None:
-        return [*lines, ("failures", "unknown: the profile has no failures.gpu_hours_per_failure")]
-    steps = max(1, round(best / forecast.step.seconds))
-    days = saving.days(forecast.seconds)
-    lasts = (
-        "never finishes: failures leave no time to train" if days is None else f"{duration(days * 86400)} for all steps"
-    )
-    return [
-        *lines,
-        ("failures", f"one in {duration(saving.mtbf)}"),
-        ("effective time", f"{share:.1%}, {lasts}"),
-        ("best save_interval", f"{steps:,} steps ({duration(best)}): {most:.1%} effective"),
-    ]

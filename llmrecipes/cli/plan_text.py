@@ -1,4 +1,4 @@
-"""Output of `show` and `layout`."""
+"""Output of `plan` with `--details`, `--speed` and `--placement`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llmrecipes.plan.placement import Placement, Range, groups
 from llmrecipes.plan.run_plan import RunPlan
 from llmrecipes.plan.table import machine, rows
 from llmrecipes.recipe.engines import engine_name
-from llmrecipes.recipe.load import Loaded, to_yaml
+from llmrecipes.recipe.load import Loaded
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.units import MIB
 from llmrecipes.workflow.features import SpeedReport
@@ -30,7 +30,7 @@ _PASSES = 3
 """Forward passes that take as long as a step; more where activations are recomputed."""
 
 
-def as_dict(
+def details_as_dict(
     loaded: Loaded,
     plan: RunPlan,
     cluster: Cluster,
@@ -38,7 +38,7 @@ def as_dict(
     sent: Communication | None = None,
     data: Preparation | None = None,
 ) -> dict[str, Any]:
-    """Output of `show --json`.
+    """Output of `plan --details --json`.
 
     `step_seconds` is null until it is given, `engine_configuration` for an engine whose library has none,
     `communication` without a cluster profile, `preparation` where the size of a source is unknown.
@@ -58,27 +58,23 @@ def as_dict(
     }
 
 
-def print_plan(
+def print_details(
     loaded: Loaded,
     plan: RunPlan,
     cluster: Cluster,
     asked: tuple[str, ...],
     *,
-    plan_only: bool = False,
     step_seconds: float | None = None,
     sent: Communication | None = None,
     data: Preparation | None = None,
     predicted: tuple[float, float] | None = None,
 ) -> None:
-    """The resolved recipe unless `plan_only`, then the plan as a table, the configuration of the engine's library if it
-    has one, and warnings.
+    """The plan as a table, the configuration of the engine's library if it has one, and warnings.
 
     `asked` is the recipe's name or path and the overrides, as the user wrote them; `sent` is known with a profile,
     `data` where the sizes of all sources are known, `predicted` the seconds of a step and of all where the GPU has
     coefficients.
     """
-    if not plan_only:
-        show(f"# {loaded.path}, sha256 {loaded.hash[:12]}", to_yaml(loaded.recipe))
     measure = command_line("bench step", asked[0], overrides=asked[1:])
     time = _time(loaded.recipe, plan, cluster, step_seconds, measure, predicted)
     held_out = _held_out(loaded.recipe)
@@ -203,7 +199,7 @@ GROUP_NAMES = {
 
 
 def layout_as_dict(laid_out: Layout, ranks: Sequence[Placement]) -> dict[str, Any]:
-    """Output of `layout --json`."""
+    """Output of `plan --placement --json`."""
     return {
         "layout": asdict(laid_out),
         "groups": groups(laid_out),

@@ -1,14 +1,17 @@
-"""Output of `plan` in its modes that compare: `--search`, `--calibration`, `--what-if`, `--scaling-curve`."""
+"""Output of `plan`: of one forecast, and with `--search`, `--calibration`, `--what-if` and `--scaling-curve`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
 from llmrecipes.cli.tables import TextTable
+from llmrecipes.console import duration
 from llmrecipes.plan.speed.calibration import CalibrationReport, FactorFit
 from llmrecipes.plan.speed.curve import CurvePoint
+from llmrecipes.plan.speed.forecast import Forecast
+from llmrecipes.plan.speed.saving import Saving
 from llmrecipes.plan.speed.search import Candidate
-from llmrecipes.units import GIB
+from llmrecipes.units import GIB, gib
 from llmrecipes.workflow.forecast import LayoutDryRun
 from llmrecipes.workflow.whatif import WhatIf
 
@@ -112,3 +115,69 @@ def curve_lines(points: Iterable[CurvePoint]) -> Iterator[str | TextTable]:
             figures = (point.candidate.key, f"{speed:,.0f}", f"{share:.1%}", f"{values['step_seconds']:.3g} s")
         rows.append((point.kind, f"{point.gpus:,}", f"{point.global_batch_size:,}", *figures))
     yield TextTable([head, *rows], right=(1, 2, 4, 5, 6))
+
+
+def forecast_text(forecast: Forecast) -> str:
+    """Lines of name and value."""
+    values = forecast.as_dict()
+    peak, speed = values["mfu_full"], values["tokens_per_second_per_gpu"]
+    least, most = forecast.speed_range
+    world = values["world_size"]
+    layout = ", ".join(f"{name} {size}" for name, size in values["parallelism"].items() if size not in (1, None))
+    lines = [
+        ("GPUs", f"{world} × {forecast.device.name}"),
+        ("layout", layout or "data 1"),
+        ("memory of a rank", f"{values['memory_gib']['max']:.1f} GiB, {'fits' if values['fits'] else 'does NOT fit'}"),
+    ]
+    if not values["fits"]:  # it would have no speed
+        return "\n".join(f"{name:19}{value}" for name, value in lines)
+    lines += [
+        ("time of a step", f"{values['step_seconds']:.3g} s"),
+        ("tokens a second", f"{speed:,.0f} a GPU ({least:,.0f} to {most:,.0f})"),
+        *(
+            []
+            if values["fitted"]
+            else [("not fitted", f"no run on {forecast.device.name}: its data sheet, other GPUs' shares")]
+        ),
+        *([] if forecast.calibration is None else [("calibrated", f"by {forecast.calibration.runs} runs")]),
+        ("MFU", f"{peak:.1%}, {values['mfu_causal']:.1%} with causal attention"),
+        ("all steps", f"{duration(forecast.seconds)}, {forecast.gpu_hours:,.1f} GPU-hours"),
+        ("limit", values["limit"]),
+    ]
+    lines += [
+        (f"stage {each['name']}", f"{each['step_seconds']:.3g} s, {each['tokens_per_second_per_gpu']:,.0f} a GPU, "
+         f"{duration(each['days'] * 86400)}; {each['layout']}")
+        for each in values.get("stages", ())
+    ]  # fmt: skip
+    if forecast.cost_usd is None:
+        lines.append(("cost", "unknown: --usd-per-gpu-hour, or costs.usd_per_gpu_hour of a profile"))
+    else:
+        price = forecast.cost_usd / forecast.gpu_hours
+        lines.append(("cost", f"{forecast.cost_usd:,.0f} USD at {price:,.4g} a GPU-hour"))
+    if forecast.energy_mwh is not None:
+        carbon = f", {forecast.co2_t:,.2f} t CO2" if forecast.co2_t is not None else ""
+        lines.append(("energy", f"{forecast.energy_mwh:,.2f} MWh{carbon}"))
+    if forecast.saving is not None:
+        lines += _saves(forecast, forecast.saving)
+    lines += [("problem", problem) for problem in forecast.problems]
+    return "\n".join(f"{name:19}{value}" for name, value in lines)
+
+
+def _saves(forecast: Forecast, saving: Saving) -> list[tuple[str, str]]:
+    written = f"training waits {saving.stall:.2g}s, complete after {duration(saving.write)}"
+    lines = [("checkpoint", f"{gib(saving.bytes)}, {written}")]
+    best, share = saving.best_interval, saving.effective(saving.interval)
+    most = saving.effective(best)
+    if saving.mtbf is None or best is None or share is None or most is None:
+        return [*lines, ("failures", "unknown: the profile has no failures.gpu_hours_per_failure")]
+    steps = max(1, round(best / forecast.step.seconds))
+    days = saving.days(forecast.seconds)
+    lasts = (
+        "never finishes: failures leave no time to train" if days is None else f"{duration(days * 86400)} for all steps"
+    )
+    return [
+        *lines,
+        ("failures", f"one in {duration(saving.mtbf)}"),
+        ("effective time", f"{share:.1%}, {lasts}"),
+        ("best save_interval", f"{steps:,} steps ({duration(best)}): {most:.1%} effective"),
+    ]

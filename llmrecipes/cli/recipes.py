@@ -1,4 +1,4 @@
-"""`list`, `new`, `show`, `layout`, `clusters`, `schema` and `docs`: parsing and printing only."""
+"""`list`, `new`, `show`, `clusters`, `schema` and `docs`: parsing and printing only."""
 
 from __future__ import annotations
 
@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmrecipes.cli import completion, tables
-from llmrecipes.cli.options import (
-    ClusterOption,
-    FirstStageOption,
-    JsonOption,
-    NodesOption,
-    OverridesArgument,
-    RanksOption,
-    RecipeArgument,
-)
+from llmrecipes.cli.options import ClusterOption, JsonOption, NodesOption, OverridesArgument, RecipeArgument
 from llmrecipes.cli.tables import TextTable
 from llmrecipes.errors import UserError
 
@@ -156,8 +148,7 @@ def new(
         print(f"note   no files on this machine: {path_of_source}")
     memory = f"{gib(plan.largest.memory.total)} of {gib(plan.largest.memory_capacity_bytes)} a rank"
     print(f"plan   {'fits' if plan.fits else 'does NOT fit'}: {memory}")
-    options = {"cluster": cluster_name, "nodes": nodes, "plan": True}
-    print(f"show:  {command_line('show', path, options=options)}")
+    print(f"plan:  {command_line('plan', path, options={'cluster': cluster_name, 'nodes': nodes})}")
 
 
 def _translate(source: Path, wanted: Wanted, out: Path, *, force: bool, as_json: bool) -> None:
@@ -177,93 +168,18 @@ def _translate(source: Path, wanted: Wanted, out: Path, *, force: bool, as_json:
     print(f"wrote  {path}: {len(rows) - len(left)} values; {len(left)} left out, of which {differ} change the training")
     for line in made.draft.advice:
         print(line)
-    options = {"cluster": wanted.cluster, "nodes": wanted.nodes, "plan": True}
-    print(f"show:  {command_line('show', path, options=options)}")
+    print(f"plan:  {command_line('plan', path, options={'cluster': wanted.cluster, 'nodes': wanted.nodes})}")
 
 
-def show(
-    recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
-    as_json: JsonOption = False,
-    nproc: RanksOption = None,
-    cluster_name: ClusterOption = None,
-    nodes: NodesOption = None,
-    plan_only: Annotated[bool, typer.Option("--plan", help="Print only the plan.")] = False,
-    speed: Annotated[
-        bool,
-        typer.Option("--speed", help="Print features that affect speed: on or off, why, and what they give."),
-    ] = False,
-    step_seconds: Annotated[
-        float | None,
-        typer.Option("--step-seconds", metavar="S", min=1e-6, help="Plan the total time from this measured step time."),
-    ] = None,
-) -> int:
-    """Show a resolved recipe and its plan: memory, FLOPs, fit.
-
-    The plan is for this machine, or with --cluster for nodes of a cluster. It is followed by the configuration of the
-    engine's library, if it has one (ds_config.json). With --plan, a plan that does not fit ends with exit code 2.
-    """
-    from llmrecipes.cli import plan_text as render
-    from llmrecipes.cli.plan import exit_code
-    from llmrecipes.recipe.load import load
-    from llmrecipes.workflow.features import speed as speed_of
-    from llmrecipes.workflow.forecast import seconds_of
-    from llmrecipes.workflow.plan import communication_on, plan_on, preparation
+def show(recipe: RecipeArgument, overrides: OverridesArgument = None, as_json: JsonOption = False) -> None:
+    """Show a resolved recipe: every key with its value."""
+    from llmrecipes.recipe.load import load, to_yaml
 
     loaded = load(recipe, overrides or [])
-    plan, cluster = plan_on(loaded.recipe, nproc=nproc, cluster=cluster_name, nodes=nodes)
-    if speed:
-        report = speed_of(plan, cluster_name)
-        print(json.dumps(report.as_dict(), indent=2) if as_json else render.speed_as_text(report))
-        return 0
-    sent = communication_on(plan, cluster, cluster_name)
-    data = preparation(loaded.recipe, cluster)
     if as_json:
-        print(json.dumps(render.as_dict(loaded, plan, cluster, step_seconds, sent, data), indent=2))
+        print(json.dumps({"recipe": loaded.recipe.model_dump(mode="json"), "hash": loaded.hash}, indent=2))
     else:
-        asked = (recipe, *(overrides or []))
-        render.print_plan(
-            loaded,
-            plan,
-            cluster,
-            asked,
-            plan_only=plan_only,
-            step_seconds=step_seconds,
-            sent=sent,
-            data=data,
-            predicted=seconds_of(plan, cluster_name),
-        )
-    return exit_code(plan.stages, explained=not as_json) if plan_only else 0
-
-
-def layout(
-    recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
-    as_json: JsonOption = False,
-    nproc: Annotated[
-        int | None,
-        typer.Option("--nproc", metavar="N", min=1, help="Use N ranks; default: the fewest that the layout needs."),
-    ] = None,
-    cluster_name: ClusterOption = None,
-    nodes: NodesOption = None,
-    stage: FirstStageOption = None,
-) -> None:
-    """Show which part of the model and data every rank holds."""
-    from llmrecipes.cli import plan_text as render
-    from llmrecipes.hardware.machine import planned
-    from llmrecipes.plan.placement import place
-    from llmrecipes.recipe.derived.degrees import least_ranks
-    from llmrecipes.recipe.derived.stage_runs import stage_named, stage_recipes
-    from llmrecipes.recipe.load import load
-
-    loaded = load(recipe, overrides or []).recipe
-    ranks = least_ranks(loaded) if nproc is None else nproc
-    laid_out = stage_recipes(loaded)[0] if stage is None else stage_named(loaded, stage)
-    placed = place(laid_out, ranks, None if cluster_name is None else planned(cluster_name, nodes, ranks))
-    if as_json:
-        print(json.dumps(render.layout_as_dict(*placed), indent=2))
-    else:
-        tables.show(*render.layout_lines(*placed))
+        tables.show(f"# {loaded.path}, sha256 {loaded.hash[:12]}", to_yaml(loaded.recipe))
 
 
 def clusters(as_json: JsonOption = False) -> None:

@@ -46,7 +46,7 @@ GPT2 = ("openai-community/gpt2", 50257)
 _LAUNCH = "llmrecipes submit starts the ranks and sets their network"
 _STORE = "a run saves and resumes in runs/RECIPE/RUN-ID, by its name"
 _LOGS = "metrics.jsonl and the sinks of `tracking` have it"
-_SPEED = "follows from the device: llmrecipes show --speed"
+_SPEED = "follows from the device: llmrecipes plan --speed"
 _ALWAYS = "always so here"
 REASONS: tuple[tuple[str, str], ...] = (
     (r"calculate_per_token_loss|use_mcore_models|moe_grouped_gemm|check_for_nan.*|no_create_attention_mask.*"

@@ -28,7 +28,7 @@ class RunPlan:
     stages: tuple[Plan, ...]
 
     def __str__(self) -> str:
-        """The table of `llmrecipes show --plan`."""
+        """The table of `llmrecipes plan --details`."""
         return text(self)
 
     def _repr_html_(self) -> str:

@@ -19,7 +19,8 @@ class EngineEntry:
     backend: str
     """Its `engine.base.Backend`."""
     configuration: str | None = None
-    """Function from a plan to its library's configuration, which `llmrecipes show` prints; it must not import torch."""
+    """Function from a plan to its library's configuration, which `llmrecipes plan --details` prints. It must not import
+    torch."""
     reads: frozenset[str] = frozenset()
     """Other engines whose checkpoints it can load, weights and optimizer state alike."""
     extra: str | None = None

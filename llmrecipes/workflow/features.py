@@ -1,4 +1,4 @@
-"""`llmrecipes show --speed`: every feature that decides on a run's speed, why it is on or off, and what it gives."""
+"""`llmrecipes plan --speed`: every feature that decides on a run's speed, why it is on or off, and what it gives."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from llmrecipes.launch.environment import explained
 from llmrecipes.plan.derive import MOST_LOGITS, Plan, derive, gpu_memory, with_chunks
 from llmrecipes.plan.layout import expected_layers
 from llmrecipes.plan.run_plan import RunPlan
+from llmrecipes.plan.speed.device import SpeedUnknownError
 from llmrecipes.plan.speed.forecast import forecast
 from llmrecipes.recipe.rules.rules import check, obstacle_to_chunks
 from llmrecipes.recipe.schema import Recipe
@@ -58,7 +59,7 @@ class SpeedReport:
     environment: Mapping[str, tuple[str, str]]
 
     def as_dict(self) -> dict[str, Any]:
-        """Output of `show --speed --json`."""
+        """Output of `plan --speed --json`."""
         variables = [
             {"name": name, "value": value, "reason": reason} for name, (value, reason) in self.environment.items()
         ]
@@ -180,7 +181,7 @@ def _effect(plan: Plan, other: Recipe, profile: Profile | None) -> str | None:
     effect = f"{memory:+.1f} GiB a rank"
     try:
         ratio = forecast(changed, profile).step.seconds / forecast(plan, profile).step.seconds
-    except UserError:  # no coefficients of the GPU
+    except SpeedUnknownError:
         return effect
     return f"step time {ratio - 1:+.1%}, {effect}" if round(ratio - 1, 3) else effect
 

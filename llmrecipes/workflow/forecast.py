@@ -15,6 +15,7 @@ from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.io import write_atomic
 from llmrecipes.plan.run_plan import RunPlan
+from llmrecipes.plan.speed.device import SpeedUnknownError
 from llmrecipes.plan.speed.forecast import Forecast, device_of, forecast_run
 from llmrecipes.plan.speed.search import Candidate, fastest
 from llmrecipes.recipe.load import load, short
@@ -44,7 +45,8 @@ def of_recipe(
         usd_per_gpu_hour: price; None: that of the profile.
 
     Raises:
-        UserError: the recipe, the profile or the layout is wrong, or nothing is known of the GPU.
+        SpeedUnknownError: nothing is known of the machine's speed.
+        UserError: the recipe, the profile or the layout is wrong.
     """
     plan, _ = plan_on(load(recipe, overrides).recipe, nproc=gpus, cluster=cluster, nodes=nodes)
     predicted = forecast_run(plan, None if cluster is None else load_profile(cluster))
@@ -57,7 +59,7 @@ def seconds_of(plan: RunPlan, cluster: str | None) -> tuple[float, float] | None
     """Predicted seconds of a step and of all; None on a machine without GPUs, or with one without coefficients."""
     try:
         predicted = forecast_run(plan, None if cluster is None else load_profile(cluster))
-    except UserError:
+    except SpeedUnknownError:
         return None
     return predicted.step.seconds, predicted.seconds
 
@@ -66,7 +68,7 @@ def record_of(plan: RunPlan, profile: Profile | None) -> dict[str, Any] | None:
     """What a run records of its prediction; None where nothing is known of the machine's speed."""
     try:
         return forecast_run(plan, profile).record()
-    except UserError:
+    except SpeedUnknownError:
         return None
 
 

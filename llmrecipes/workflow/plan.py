@@ -1,4 +1,4 @@
-"""`llmrecipes show`: a recipe planned for this machine or for a cluster."""
+"""`llmrecipes plan --details`: a recipe planned for this machine or for a cluster."""
 
 from __future__ import annotations
 

@@ -273,7 +273,7 @@ def _profile_of(name: str, recipe: Recipe, ranks: int, local: Cluster, nodes: in
             where="--cluster",
             rule="a run is planned for the kind of machine it runs on",
             fix="without --cluster the run is planned for this machine; to plan only: "
-            + command_line("show", recipe.name, options={"cluster": name}),
+            + command_line("plan", recipe.name, options={"cluster": name}),
         )
     plan_run(recipe, site, ranks)
     return profile

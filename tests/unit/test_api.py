@@ -112,8 +112,8 @@ def test_a_run_is_read_from_its_files_while_it_trains(tmp_path: Path, monkeypatc
     assert "records()" in caught.value.fix
 
 
-def test_a_plan_prints_as_the_table_of_show(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["show", "gpt-7b", "--cluster", "h100-ib", "--nodes", "2", "--plan"]) == 0
+def test_a_plan_prints_as_the_details_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["plan", "gpt-7b", "--cluster", "h100-ib", "--nodes", "2", "--details"]) == 0
     shown = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
     plan = llmrecipes.plan_recipe("gpt-7b", cluster="h100-ib", nodes=2)
     title, *lines = str(plan).splitlines()
@@ -126,7 +126,7 @@ def test_a_plan_prints_as_the_table_of_show(capsys: pytest.CaptureFixture[str]) 
 
 def test_layouts_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     found = llmrecipes.layout_recipe("gpt-7b", cluster="h100-ib", nodes=2)
-    assert cli.run(["layout", "gpt-7b", "--cluster", "h100-ib", "--nodes", "2", "--json"]) == 0
+    assert cli.run(["plan", "gpt-7b", "--placement", "--cluster", "h100-ib", "--nodes", "2", "--json"]) == 0
     ranks = json.loads(capsys.readouterr().out)["ranks"]
     assert json.loads(json.dumps([each.as_dict() for each in found])) == ranks
     assert [each.rank for each in llmrecipes.layout_recipe(tiny(), nproc=2)] == [0, 1]

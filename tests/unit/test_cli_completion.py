@@ -40,7 +40,7 @@ def test_names_of_commands_recipes_and_clusters(complete: Complete) -> None:
     assert complete("tra") == ["train"]
     assert complete("bench", "st") == ["step"]
     assert complete("completion", "") == ["bash", "zsh", "fish"]
-    for command in ("train", "show", "layout", "prepare", "smoke", "verify", "submit", "doctor"):
+    for command in ("train", "show", "plan", "prepare", "smoke", "verify", "submit", "doctor"):
         assert complete(command, "") == recipe_names()
     assert complete("bench", "step", "gpt-tiny-") == [
         "gpt-tiny-3d",
@@ -51,7 +51,7 @@ def test_names_of_commands_recipes_and_clusters(complete: Complete) -> None:
         "gpt-tiny-stages",
         "gpt-tiny-zero",
     ]
-    for command in ("show", "train"):
+    for command in ("plan", "train"):
         assert complete(command, "gpt-1b", "--cluster", "") == cluster_names()
     assert complete("train", "recipes/gpt") == []  # paths are the shell's own
     assert "--run-id" in complete("train", "--run")

@@ -208,14 +208,14 @@ def test_a_good_file_and_an_unknown_name(write: Callable[[str], str]) -> None:
 
 
 def test_the_planner_plans_for_the_cluster(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["show", "gpt-7b", "--cluster", "h200-ib", "--nodes", "3", "--json"]) == 0
+    assert cli.run(["plan", "gpt-7b", "--details", "--cluster", "h200-ib", "--nodes", "3", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["cluster"]["nodes"] == 3
     assert shown["plan"]["device"] == "cuda"
     assert shown["plan"]["memory_capacity_bytes"] == int(139.8 * 2**30)
-    assert cli.run(["show", "gpt-7b", "--cluster", "h200-ib"]) == 0
+    assert cli.run(["plan", "gpt-7b", "--details", "--cluster", "h200-ib"]) == 0
     assert "Plan on 1 node of h200-ib: 8 × NVIDIA H200" in capsys.readouterr().out
-    assert cli.run(["layout", "gpt-7b", "--cluster", "nowhere"]) == 2
+    assert cli.run(["plan", "gpt-7b", "--placement", "--cluster", "nowhere"]) == 2
 
 
 def test_tensor_parallelism_stays_in_a_node_or_in_an_nvlink_domain() -> None:

@@ -54,7 +54,7 @@ def test_a_recipe_fits_and_is_planned_by_show(
     else:
         assert recipe.model.hidden_size == base.model.hidden_size
     machine = [] if world is None else options[options.index("--cluster") :][: 4 if "--nodes" in options else 2]
-    assert run(["show", made["path"], *machine, "--json"]) == 0
+    assert run(["plan", made["path"], "--details", *machine, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)["plan"]
     assert plan["fits"] and plan["world_size"] == (world or plan["world_size"]) == made["world_size"]
     assert plan["total_tokens"] == made["tokens"]

@@ -190,19 +190,19 @@ def test_the_plan_is_slower_by_what_was_measured(
     assert seconds_of(before, "data", "inter_node") > 0
     assert seconds_of(after, "data", "measured") == pytest.approx(2 * seconds_of(before, "data", "inter_node"))
     assert seconds_of(after, "tensor", "intra_node") == pytest.approx(seconds_of(before, "tensor", "intra_node"))
-    # By the commands: what bench writes, show reads.
+    # By the commands: what bench writes, plan reads.
     monkeypatch.chdir(tmp_path)
     write_profile("h100-ib", rows[:1], Path("mine.yaml"))
     write_profile("mine.yaml", rows[1:], Path("mine.yaml"))  # rows of before stay
-    assert run(["show", "gpt-7b", "--plan", "--cluster", "mine.yaml", "--nodes", "4", "--json"]) == 0
+    assert run(["plan", "gpt-7b", "--details", "--cluster", "mine.yaml", "--nodes", "4", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["communication"]
     assert shown["seconds"] == pytest.approx(after.seconds)
     assert {part["source"] for part in shown["parts"] if part["group"] == "data"} == {"measured"}
-    assert run(["show", "gpt-7b", "--plan", "--cluster", "mine.yaml", "--nodes", "4"]) == 0
+    assert run(["plan", "gpt-7b", "--details", "--cluster", "mine.yaml", "--nodes", "4"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any("data: " in line and "measured" in line for line in lines)
     assert any("tensor: " in line and "profile, intra_node" in line for line in lines)
-    assert run(["show", "gpt-tiny", "--json"]) == 0
+    assert run(["plan", "gpt-tiny", "--details", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["communication"] is None
 
 
@@ -232,5 +232,5 @@ def test_bad_rows_are_refused(
     data = yaml.safe_load((clusters_dir() / "h100-ib.yaml").read_text("utf-8"))
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump({**data, "name": "mine", "measured": rows}), "utf-8")
-    assert run(["show", "gpt-7b", "--plan", "--cluster", str(path), "--nodes", "4"]) == 2
+    assert run(["plan", "gpt-7b", "--details", "--cluster", str(path), "--nodes", "4"]) == 2
     require_message(capsys.readouterr().err, key)

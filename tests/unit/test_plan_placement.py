@@ -144,26 +144,26 @@ def test_context_parallel_ranks_have_an_early_and_a_late_chunk() -> None:
 
 
 def test_the_command_shows_what_differs_between_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["layout", "gpt-tiny-3d", "--nproc", "8"]) == 0
+    assert cli.run(["plan", "gpt-tiny-3d", "--placement", "--nproc", "8"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split("  ")[:3] == ["rank", "stage", "layers"]
     assert lines[6].split()[:4] == ["5", "1", "2-3", "2048-4095"]
     assert "every rank: tokens 0-255" in lines
     assert "tensor-parallel: (0 1) (2 3) (4 5) (6 7)" in lines
     assert "pipeline-parallel: (0 4) (1 5) (2 6) (3 7)" in lines
-    assert cli.run(["layout", "gpt-tiny-3d", "--nproc", "8", "--json"]) == 0
+    assert cli.run(["plan", "gpt-tiny-3d", "--placement", "--nproc", "8", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["layout"]["data_parallel_size"] == 2
     assert found["ranks"][5]["query_heads"] == [2, 4]
 
 
 def test_the_command_shows_one_slice_of_a_large_world(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["layout", "deepseek-v3", "--nproc", "1024"]) == 0
+    assert cli.run(["plan", "deepseek-v3", "--placement", "--nproc", "1024"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) < 40
     assert lines[-1] == "16 of 1024 ranks are shown: data-parallel slice 0 of 64; --json has all"
 
 
 def test_the_command_refuses_ranks_that_the_layout_does_not_divide(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["layout", "gpt-tiny-3d", "--nproc", "6"]) == 2
+    assert cli.run(["plan", "gpt-tiny-3d", "--placement", "--nproc", "6"]) == 2
     require_message(capsys.readouterr().err, "parallelism", rule="6")

@@ -149,7 +149,7 @@ def test_heads_divide_over_the_ranks_that_exchange_them() -> None:
 
 
 def shown(capsys: pytest.CaptureFixture[str], *asked: str) -> dict[str, Any]:
-    run(["show", *asked, "--speed", "--json"])
+    run(["plan", *asked, "--speed", "--json"])
     report: dict[str, Any] = json.loads(capsys.readouterr().out)
     return report
 

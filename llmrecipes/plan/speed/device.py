@@ -160,12 +160,16 @@ def device_names() -> list[str]:
     return sorted(path.stem for path in _DATA.glob("*.json") if path.stem != "stacks")
 
 
+class SpeedUnknownError(UserError):
+    """The time model has no coefficients of the machine. Its memory can be planned all the same."""
+
+
 @cache
 def device(name: str) -> Device:
     """A GPU by a name such as `H100-80GB` or `NVIDIA A100-SXM4-40GB`.
 
     Raises:
-        UserError: nothing is known of it.
+        SpeedUnknownError: nothing is known of it.
     """
     text = name.upper().replace("NVIDIA", "").replace("_", "-")
     for stem in sorted(device_names(), key=len, reverse=True):
@@ -178,7 +182,7 @@ def device(name: str) -> Device:
             if variant in text:
                 return of_json(stem, {**values, **changes})
         return of_json(stem, values)
-    raise UserError(
+    raise SpeedUnknownError(
         f"{name} has no coefficients", where="gpu", rule="the time model needs coefficients of the GPU",
         fix=f"one of {', '.join(device_names())}",
     )  # fmt: skip

@@ -15,7 +15,7 @@ from llmrecipes.plan.memory import Memory, of_stage
 from llmrecipes.plan.muon import products
 from llmrecipes.plan.parameters import count_rounded_on_rank
 from llmrecipes.plan.run_plan import RunPlan
-from llmrecipes.plan.speed.device import Device, Stack, device, kernels_on, stack, stack_of
+from llmrecipes.plan.speed.device import Device, SpeedUnknownError, Stack, device, kernels_on, stack, stack_of
 from llmrecipes.plan.speed.saving import Saving, as_dict, saving
 from llmrecipes.plan.speed.step import StepTime, forward_seconds, predict, with_attack
 from llmrecipes.plan.speed.work import Work, product
@@ -219,11 +219,11 @@ def gpu(plan: Plan, profile: Profile | None) -> Device:
     """The GPU of a plan, with the links of its profile.
 
     Raises:
-        UserError: the machine has no GPU, or one without coefficients.
+        SpeedUnknownError: the machine has no GPU, or one without coefficients.
     """
     if not plan.cluster.gpus:
         if profile is None or profile.rates is None:
-            raise UserError(
+            raise SpeedUnknownError(
                 "no GPU, and no measured rates of the processors", where="--cluster",
                 rule="the time model needs coefficients of the machine",
                 fix="--cluster NAME; llmrecipes clusters lists them; bench machine --write FILE measures this one",

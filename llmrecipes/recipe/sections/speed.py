@@ -17,7 +17,7 @@ ProcessGroup = Literal["tp", "cp", "pp", "dp", "dp_cp", "tp_cp", "ep", "ep_dp", 
 
 
 class Speed(Section):
-    """Features of megatron-core that change the speed of a run, not its training; `llmrecipes show --speed` lists what
+    """Features of megatron-core that change the speed of a run, not its training; `llmrecipes plan --speed` lists what
     a run uses, and why. Unset keys are chosen by rule for the machine."""
 
     bias_activation_fusion: Switch = None

@@ -35,7 +35,7 @@ GROUPS = {
     "EMBEDDING_GROUP": "embedding",
     "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "optimizer",
 }
-"""megatron-core's groups by the names that `llmrecipes layout` has."""
+"""megatron-core's groups by the names that `llmrecipes plan --placement` has."""
 _MIXED = "megatron.core.optimizer.optimizer.MixedPrecisionOptimizer"
 _PLAIN_UNSCALE = resolve(_MIXED)._unscale_main_grads_and_check_for_nan
 _COALESCED = ("allreduce_coalesced_", "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")
