@@ -53,6 +53,12 @@ def ignore_library_warnings() -> None:
     warnings.filterwarnings("ignore", module=r"(torch|megatron|transformers|datasets|mlflow)(\.|$)")
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("torch.utils.cpp_extension").addFilter(_is_not_about_a_missing_gpu)
+
+
+def _is_not_about_a_missing_gpu(record: logging.LogRecord) -> bool:
+    """Whether torch says more than that a machine with nvcc, such as a login node, has no GPU."""
+    return not str(record.msg).startswith("No CUDA runtime is found")
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shlex
@@ -21,6 +22,7 @@ from benchmarks.former import ADAMW
 from lab import __main__ as lab
 from llmrecipes import __version__
 from llmrecipes.cli import app as cli
+from llmrecipes.console import ignore_library_warnings
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.load import load, names
 from tests.refusals import has_token, require_message
@@ -263,6 +265,17 @@ def test_errors_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert has_token(answer["fix"], "optimizer.lr") and "problems" not in answer
     several = json.loads(run(capsys, "show", "gpt-tiny", "train.lr=1", "modle=1", "--json")[1])
     assert [problem["where"].split(": ")[-1] for problem in several["problems"]] == ["train.lr", "modle"]
+
+
+def test_a_login_node_with_nvcc_and_no_gpu_gets_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    ignore_library_warnings()
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    with caplog.at_level(logging.WARNING, logger.name):
+        logger.warning("No CUDA runtime is found, using CUDA_HOME='%s'", "/usr/local/cuda")
+        logger.warning("Error checking compiler version for %s", "c++")
+    assert [record.msg for record in caplog.records if record.name == logger.name] == [
+        "Error checking compiler version for %s"
+    ]
 
 
 def test_schema_is_json_for_editors(capsys: pytest.CaptureFixture[str]) -> None:
