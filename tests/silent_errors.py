@@ -26,6 +26,7 @@ HERE = {
     "absent": "no key leads there",
     "unknown": "not tried",
 }
+ASIDE = {"absent": "Cannot happen here", "unknown": "Not tried"}
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim("tied embeddings with pipeline stages and a sharded optimizer: a wrong sum of both copies", "Megatron-LM#844", "equal", row("gpt: pp2 dp2")),
         Claim("tied embeddings with overlap come apart", "Megatron-LM#656", "equal", row("gpt: pp2 dp2, overlap_grad_reduce, overlap_param_gather")),
         Claim("the loss does not fall with both overlaps", "Megatron-LM#663", "equal", row("gpt: tp2 sp dp2, overlap_grad_reduce, overlap_param_gather")),
-        Claim("several instances of the optimizer with overlap: a wrong sum", "Megatron-LM#3693, #3670", "absent", note="one instance"),
+        Claim("several instances of the optimizer with overlap: a wrong sum", "Megatron-LM#3693, #3670", "absent", note="one instance of the optimizer"),
         Claim("without expert parallelism, and expert tensor ≠ tensor parallelism, experts' gradients are summed over too few ranks", "Megatron-LM#5916 (uncommon case)", "refused", PLAN_RULES),
         Claim("gradients of experts have another scale with generalized tensor parallelism", "Megatron-LM#7165, #4967", "absent", note="no generalized tensor parallelism"),
         Claim("gradient accumulation at ZeRO's stages changes the loss by 0.02 to 0.4", "DeepSpeed#1488, #966, #4298; accelerate#3877", "equal", row("gpt: dp2, deepspeed, stage=2, reduce_bucket_size=20000, use_distributed_optimizer")),
@@ -168,9 +169,10 @@ Generated from `tests/silent_errors.py` by `python -m tests.silent_errors`; do n
 
 A wrong sum over ranks often leaves the loss falling while gradients, norms or balances are wrong. This page lists such
 reports about other programs, collected in November 2026, and what happens here under the same condition; whether they
-have been fixed there since was not checked. Everything was compared in fp32 over gloo on CPUs with the local layers,
-unless the test names 16 bits: TransformerEngine's layers and NCCL were not compared
-([what verify checks](verify.md#what-was-verified)).
+have been fixed there since was not checked. A test alone shows the same numbers as one process, or as the same step
+without the condition; `gpt: tp2` is a row of [the table of layouts](../../tests/dist/table.py). Everything was compared
+in fp32 over gloo on CPUs with the local layers, unless the test names 16 bits: TransformerEngine's layers and NCCL were
+not compared ([what verify checks](verify.md#what-was-verified)).
 The [first step of every start](../guide/resilience.md#gradients-of-the-first-step) checks the norm and the copies of
 weights in any precision and with any layers.
 """
@@ -178,26 +180,31 @@ weights in any precision and with any layers.
 
 def _test(test: str) -> str:
     path, _, name = test.partition("::")
-    return f"[`{name}`](../../{path})" if test else ""
+    case = name.partition("[")[2].removesuffix("]") if path == LAYOUTS.partition("::")[0] else ""
+    shown = (case or name).replace("|", "\\|")
+    return f"[`{shown}`](../../{path})" if test else ""
+
+
+def _answer(claim: Claim) -> str:
+    said = {"equal": "", "once": "equal when run once (2026-11-28 or 29), no test"}.get(claim.here, claim.here)
+    return "; ".join(filter(None, (said, _test(claim.test), claim.note)))
 
 
 def page() -> str:
     """The Markdown page."""
-    lines = [HEAD, "| here | means |", "|---|---|"]
-    lines += [f"| {here} | {meaning} |" for here, meaning in HERE.items()]
+    lines = [HEAD.rstrip()]
+    every = [claim for claims in CLAIMS.values() for claim in claims]
     for title, claims in CLAIMS.items():
-        lines += ["", f"## {title}", "", "| upstream | reports | here | test or reason |", "|---|---|---|---|"]
-        for claim in claims:
-            why = "; ".join(filter(None, (_test(claim.test), claim.note)))
-            lines.append(f"| {claim.what} | {claim.reports} | {claim.here} | {why} |")
-    lines += [
-        "",
-        "## Found here",
-        "",
-        "In megatron-core 0.19 or its use with DeepSpeed; tests compare with one process or within it.",
-    ]
-    lines += ["", "| what goes wrong | here | test |", "|---|---|---|"]
+        rows = [f"| {each.what} | {each.reports} | {_answer(each)} |" for each in claims if each.here not in ASIDE]
+        if rows:
+            lines += ["", f"## {title}", "", "| upstream | reports | here |", "|---|---|---|", *rows]
+    lines += ["", "## Found here", ""]
+    lines += ["In megatron-core 0.19 or its use with DeepSpeed; tests compare with one process or within it.", ""]
+    lines += ["| what goes wrong | here | test |", "|---|---|---|"]
     lines += [f"| {what} | {now} | {_test(test)} |" for what, now, test in FOUND]
+    for here, title in ASIDE.items():
+        lines += ["", f"## {title}", "", "| reports | reason |", "|---|---|"]
+        lines += [f"| {each.reports} | {each.note} |" for each in every if each.here == here]
     return "\n".join(lines) + "\n"
 
 
