@@ -131,7 +131,7 @@ def admits(node: Mapping[str, Any], number: int | float) -> bool:
 class _Described(GenerateJsonSchema):
     def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
         described = super().model_schema(schema)
-        for section in reversed(schema["cls"].__mro__):
+        for section in schema["cls"].__mro__:
             for name, text in _texts(section).items():
                 described["properties"][name].setdefault("description", text)
         return described
@@ -383,6 +383,7 @@ def reference() -> str:
     lines += ["", "## Top level", "", *_table(top)]
     for section in (key for key in keys().values() if key.section):
         members = [key for key in keys().values() if key.name.rpartition(".")[0] == section.name and not key.section]
+        members = [key for key in members if not _is_of_sources(key)]
         lines += ["", f"## {section.name}", "", section.description, "", *_table(members)]
     return "\n".join(lines) + "\n"
 
@@ -408,13 +409,16 @@ def _table(members: list[RecipeKey]) -> list[str]:
     return rows
 
 
+def _is_of_sources(key: RecipeKey) -> bool:
+    """Whether a key of a held-out set is that of `data.sources`."""
+    twin = keys().get(key.name.replace(".valid_sources.", ".sources."), key)
+    return twin.name != key.name and twin.description == key.description
+
+
 def _row(key: RecipeKey) -> str:
     default = key.default_text if key.required else f"`{key.default_text}`"
-    twin = keys().get(key.name.replace(".valid_sources.", ".sources."), key)
-    same = twin.name != key.name and twin.description == key.description
-    meaning = f"As `{twin.name}`." if same else key.description
     takes = key.takes.removesuffix(" or null") if key.default_text == "null" else key.takes
-    return "| " + " | ".join(map(_cell, (f"`{key.name}`", _short(takes), default, meaning))) + " |"
+    return "| " + " | ".join(map(_cell, (f"`{key.name}`", _short(takes), default, key.description))) + " |"
 
 
 def _cell(text: str) -> str:

@@ -65,8 +65,8 @@ class Source(Section):
 
 
 class ValidSource(Source):
-    """A held-out set, evaluated on `train.eval_iters` batches. It has no weight, and `data.steps` does not change
-    it."""
+    """A held-out set, evaluated on `train.eval_iters` batches. Its other keys are those of `data.sources.N`, but it has
+    no weight, and `data.steps` does not change it."""
 
     label: Label
     """Name of the set in metrics: `valid_source_loss` by label."""
