@@ -247,7 +247,6 @@ def test_the_reference_has_every_key_with_a_meaning() -> None:
             assert (f"| `{key.name}` |" in page) != of_sources
     assert "| `data.valid_sources.N.label` |" in page, "its own text, not that of its base class"
     assert "| integer > 0 |" in page and "integer > 0 or null | `null`" not in page
-    assert "| As `data.sources.N.path`. |" in page
     assert '"additionalProperties": false' in json_schema()
 
 
