@@ -42,7 +42,7 @@ class EvalTasks(Section):
     """Tasks of lm-evaluation-harness that the training engine runs; they do not affect training."""
 
     tasks: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
-    """Tasks, groups or tags of the harness, or paths to task files. Their data is loaded before training starts."""
+    """Tasks, groups or tags of the harness, or paths to task files. Their data is loaded before training."""
     interval: PosInt
     """Steps between task evaluations; the last step is always evaluated."""
     limit: PosInt | None = None
@@ -72,8 +72,8 @@ class Chat(Section):
     completion_key: str = "completion"
     """Column of the answers to `prompt_key`."""
     template: Literal["chatml", "llama3", "qwen3"] | None = None
-    """Built-in chat template with marked answers; the tokenizer must have its special tokens. Unset: the tokenizer's
-    template, or ChatML for a `bpe` tokenizer."""
+    """Built-in chat template; the tokenizer must have its special tokens. Unset: the tokenizer's template, or ChatML
+    for a `bpe` tokenizer."""
     chat_template: str | None = None
     """Jinja chat template file to use instead of `template`."""
     max_length: PosInt | None = None
@@ -175,8 +175,8 @@ class Train(Section):
     """Grow the global batch: first size, increment, and number of samples over which it grows to `global_batch_size`;
     the learning-rate schedule then counts samples. Unset: a constant batch size."""
     step_batch_size_schedule: str | None = None
-    """Global batch size by number of tokens seen, in the notation of megatron-core: `0:768 250B:1536`; the last
-    size must be `global_batch_size`. An alternative to `rampup_batch_size`."""
+    """Global batch size by tokens seen, in megatron-core's notation: `0:768 250B:1536`; the last size must be
+    `global_batch_size`. An alternative to `rampup_batch_size`."""
     pretrained: Annotated[str, Field(min_length=1)] | None = None
     """Hugging Face model to start from: a folder, or `NAME` or `NAME@REVISION` on the Hub; unset: random
     initialisation. `model` must describe it, but may have a larger vocabulary."""
@@ -271,11 +271,11 @@ class Tokenizer(Section):
     revision: str | None = None
     """Commit of a Hugging Face tokenizer."""
     pattern: Literal["words", "llama3"] = "words"
-    """How a `bpe` tokenizer splits text into words: `words`, this program's own pattern, or `llama3`, the pattern of
-    Llama 3, which gigatoken and llama.cpp support."""
+    """How a `bpe` tokenizer splits text into words: `words`, this program's own pattern, or `llama3`, which
+    gigatoken and llama.cpp support."""
     add_bos_token: bool | None = None
-    """Begin documents and prompts of text with BOS. Unset: where transformers does so with this tokenizer, unless BOS
-    is the end-of-text token. Chat templates write it themselves."""
+    """Begin documents and prompts of text with BOS; chat templates write it themselves. Unset: as transformers does
+    with this tokenizer, unless BOS is the end-of-text token."""
 
 
 class Data(Section):
@@ -284,11 +284,11 @@ class Data(Section):
     sources: Annotated[tuple[Source, ...], Field(min_length=1, strict=False)] = (Source(type="stdlib"),)
     """Sources of documents."""
     valid_sources: ValidSources = ()
-    """Held-out sets in addition to the validation split; each is evaluated separately, and its documents are not
-    trained on."""
+    """Held-out sets in addition to the validation split, each evaluated separately; their documents are not trained
+    on."""
     multiple_validation_sets: bool = False
-    """Also evaluate the validation split of every source separately, on up to `train.eval_iters` batches each, as
-    Megatron-LM's `--multiple-validation-sets` does; reported as `valid_source_loss` by label."""
+    """Also evaluate the validation split of every source separately, on up to `train.eval_iters` batches each;
+    reported as `valid_source_loss` by label."""
     tokenizer: Tokenizer = Tokenizer()
     """Tokenizer of all sources."""
     chat: Chat | None = None
@@ -297,11 +297,9 @@ class Data(Section):
     split: Annotated[tuple[PosFloat, NonNegFloat, NonNegFloat], Field(strict=False)] = (98.0, 1.0, 1.0)
     """Relative sizes of the train, valid and test splits. A document's split depends only on the hash of its text."""
     min_characters: Annotated[PosInt | None, DataStep(target="llmrecipes.data.steps.steps:min_characters")] = None
-    """Drop documents with less text than this; for a conversation, the text of all its messages counts. Unset: no
-    minimum."""
+    """Drop documents, or conversations by all their messages, with less text than this. Unset: no minimum."""
     max_characters: Annotated[PosInt | None, DataStep(target="llmrecipes.data.steps.steps:max_characters")] = None
-    """Drop documents with more text than this; for a conversation, the text of all its messages counts. Unset: no
-    maximum."""
+    """Drop documents, or conversations by all their messages, with more text than this. Unset: no maximum."""
     steps: Steps = ()
     """Cleaning steps applied to a document before it is tokenized, in order, after `min_characters` and
     `max_characters`."""
@@ -328,8 +326,7 @@ class Checkpoint(Section):
     keep_interval: PosInt | None = None
     """Keep checkpoints whose step is a multiple of this permanently; unset: none."""
     keep_best: bool = False
-    """Also keep the checkpoint with the lowest held-out loss (`train.monitor`) among those followed by an evaluation;
-    `RUN@best` names it."""
+    """Also keep the checkpoint with the lowest held-out loss (`train.monitor`); `RUN@best` names it."""
     also_export: Literal["hf"] | None = None
     """Also write saved checkpoints as Hugging Face folders, `exported/step-N` in the run's directory, in the
     background; kept as long as the checkpoints."""
@@ -339,8 +336,8 @@ class Checkpoint(Section):
     max_failed_saves: PosInt = 3
     """Consecutive failed saves after which a run ends (exit code 93); every failed save raises an alarm."""
     non_persistent_save_interval: Annotated[PosInt | None, OnlyWith("non_persistent_local_ckpt_dir")] = None
-    """Steps between local checkpoints: each rank writes its part to a disk of its node, with a copy on the next node,
-    and a restart uses the newest complete one. The newest two are kept. Unset: none."""
+    """Steps between local checkpoints: each rank writes its part to a disk of its node, with a copy on the next
+    node; the newest two are kept. Unset: none."""
     non_persistent_local_ckpt_dir: Annotated[str | None, OnlyWith("non_persistent_save_interval")] = None
     """Folder for local checkpoints on a disk of each node; `{node}` is replaced by the node's number."""
 
@@ -389,23 +386,22 @@ class Tracking(Section):
     ] = True
     """Send alarms to a webhook or a command, if its environment variable is set."""
     alarms_webhook: AlarmVariable | None = "LLMRECIPES_ALARM_WEBHOOK"
-    """Name of the environment variable with the URL of a Slack or Teams webhook, or a compatible one; null: none."""
+    """Environment variable with the URL of a Slack or Teams webhook, or a compatible one; null: none."""
     alarms_command: AlarmVariable | None = "LLMRECIPES_ALARM_COMMAND"
-    """Name of the environment variable with a command that receives alarms on standard input, such as `mail -s alarm
-    me@host`, run without a shell; null: none."""
+    """Environment variable with a command that receives alarms on standard input, such as `mail -s alarm me@host`,
+    run without a shell; null: none."""
     alarms_interval: PosFloat = 300.0
     """Minimum number of seconds between messages; alarms in between are collected in the next one."""
     energy_model: Literal["codecarbon"] | None = None
     """Model that estimates the energy of memory, and of processors without an energy counter; needs the extra `energy`.
     Unset: no estimate."""
     kg_co2_per_kwh: PosFloat | None = None
-    """Carbon intensity of the electricity in kg CO2 per kWh, if the cluster profile's `costs` has none; unset: no
-    emissions are reported then."""
+    """Carbon intensity of the electricity, if the cluster profile's `costs` has none; unset: no emissions are
+    reported then."""
     system_metrics_interval: PosFloat | None = 10.0
     """Seconds between samples of CPU, memory, disk, network and GPU load in MLflow and W&B; null: none."""
     loss_by_source: bool = False
-    """Also report the training loss by source of the blend, without extra communication: `source_loss` by label, over
-    about ten steps at a time."""
+    """Also report the training loss by source, as `source_loss` by label, over about ten steps at a time."""
     layers_interval: PosInt | None = None
     """Steps between measurements of every layer: norms of gradients, weights and updates, size of its output,
     largest attention logit, histograms. Rounded up to a multiple of `train.log_interval`; unset: none."""

@@ -20,15 +20,14 @@ class Adversarial(Section):
     1 passes). `freelb`: trains on the mean of the losses before each of these steps (arXiv 1909.11764; `steps`
     passes)."""
     epsilon: PosFloat
-    """Largest norm of the perturbation of a sequence, on the scale of the embeddings, whose standard deviation is
-    `model.init_method_std` at first."""
+    """Largest norm of the perturbation of a sequence, on the scale of the embeddings (at first
+    `model.init_method_std`)."""
     alpha: PosFloat | None = None
     """Length of a perturbation step; required for `pgd` and `freelb`."""
     steps: Annotated[int, Field(gt=0)] | None = None
     """Number of perturbation steps; required for `pgd` and `freelb`."""
     norm: Literal["l2", "linf"] = "l2"
-    """Norm of the perturbation: `l2`, the root of the sum of squares over all tokens and channels of a sequence;
-    `linf`, the largest value."""
+    """`l2`: root of the sum of squares over all tokens and channels of a sequence; `linf`: largest value."""
 
     @property
     def passes(self) -> int:

@@ -77,7 +77,7 @@ class LanguageStep(StepSection):
     type: Literal["language"]
     languages: _Names
     """Languages to keep, as ISO 639 codes such as `[en, de]`; `zh`, `ar`, `ku`, `lv`, `no` and `uz` stand for their
-    varieties too (Wu, Cantonese, …)."""
+    varieties too."""
     min_probability: Probability = 0.5
     """Minimum probability that a document has one of the languages, together; others are dropped."""
 
@@ -157,10 +157,9 @@ class DecontaminateStep(StepSection):
     type: Literal["decontaminate"]
     paths: _Names | None = None
     """Files or globs of text, JSON lines or Parquet, samples logged by lm-evaluation-harness, or YAML files of its
-    tasks whose data are local files; relative to the working directory."""
+    tasks with local data."""
     tasks: _Names | None = None
-    """Names of tasks, groups or tags of lm-evaluation-harness (extra eval), whose data are local files or in the Hub's
-    cache on this machine."""
+    """Tasks, groups or tags of lm-evaluation-harness (extra eval), with data in local files or in the Hub's cache."""
     ngram_words: Annotated[int, Field(ge=4)] = 13
     """Words in a shared sequence."""
 
@@ -171,8 +170,8 @@ class DuplicatesStep(StepSection):
     does = DataStep(target="llmrecipes.data.steps.copies:Duplicates", takes_markup=True, compares=True, revision=2)
     type: Literal["duplicates"]
     span_sentences: PosInt | None = None
-    """Also drop documents made of spans of this many sentences that occur in kept documents; C4 uses 3. Unset: compare
-    whole documents only."""
+    """Also drop documents made of spans of this many sentences that occur in kept documents; C4 uses 3. Unset: whole
+    documents only."""
     max_repeated_spans: Annotated[Probability, OnlyWith("span_sentences")] = 0.5
     """With `span_sentences`: drop documents with a larger share of such spans."""
     cut_spans: Annotated[bool, OnlyWith("span_sentences")] = False
@@ -222,7 +221,7 @@ class BalanceStep(StepSection):
     temperature: Annotated[float, Field(ge=1)] = 1.0
     """Draw from sources in proportion to weight × tokens^(1/temperature); 1: by tokens."""
     max_epochs: PosFloat = 4.0
-    """Maximum number of passes over a source in the run; the other sources are drawn from more often instead."""
+    """Most passes over a source; the other sources are drawn from more often instead."""
 
 
 Step = Annotated[

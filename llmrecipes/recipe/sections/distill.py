@@ -26,21 +26,21 @@ class Distill(Section):
     alpha: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Weight of the distance to the teacher; cross entropy has the weight 1 - `alpha`."""
     loss: Literal["kl", "mse"] = "kl"
-    """Distance to the teacher: `kl`, the Kullback-Leibler divergence of the student's probabilities from the teacher's,
-    times `temperature`²; or `mse`, the mean squared difference of the logits."""
+    """Distance to the teacher: `kl`, the Kullback-Leibler divergence from it, times `temperature`²; or `mse`, the
+    mean squared difference of the logits."""
     temperature: PosFloat = 1.0
     """Divide the logits of both models by this before the softmax; with `loss: kl`."""
     top_k: PosInt | None = None
-    """Use only this many of the teacher's most probable tokens, with their probabilities scaled to sum to one; with
-    `loss: kl`. Unset: all tokens."""
+    """Use only this many of the teacher's most probable tokens, scaled to sum to one; with `loss: kl`. Unset: all
+    tokens."""
     logits: str | None = None
     """Folder with the teacher's `top_k` largest logits for each token, written by `llmrecipes precompute`. Unset:
     the teacher is in memory and computes every micro-batch."""
     layers: Annotated[tuple[LayerPair, ...], Field(strict=False)] = ()
-    """Pairs of a student layer and a teacher layer, counted from 1, whose outputs are compared too (arXiv 1909.10351).
-    Both models must have the same `hidden_size`, and both layers must be in the same pipeline stage."""
+    """Pairs of a student layer and a teacher layer, counted from 1, whose outputs are compared too (arXiv
+    1909.10351): of the same `hidden_size` and pipeline stage."""
     layers_loss: Annotated[Literal["mse", "cosine"], OnlyWith("layers")] = "mse"
-    """Distance of a token's hidden states: `mse`, the mean squared difference (TinyBERT, arXiv 1909.10351), or
-    `cosine`, 1 - cosine of the two vectors (DistilBERT, arXiv 1910.01108)."""
+    """Distance of hidden states: `mse`, the mean squared difference (TinyBERT, arXiv 1909.10351), or `cosine`, 1 -
+    cosine (DistilBERT, arXiv 1910.01108)."""
     layers_weight: Annotated[PosFloat, OnlyWith("layers")] = 1.0
     """Weight of the distance of hidden states, averaged over pairs and tokens, in the loss."""

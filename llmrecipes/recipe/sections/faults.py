@@ -27,14 +27,13 @@ class Faults(Section):
     """Steps between comparisons of the weights of data-parallel replicas by their hashes, in addition to those
     before each save. A difference stops the run (exit code 93). Unset: none."""
     check_results_across_dp_replicas_interval: PosInt | None = None
-    """Steps between comparisons of what data-parallel replicas compute: all run the same fixed tokens forward, and the
-    results must be bitwise equal. A difference raises an alarm (`results_differ`). Unset: none."""
+    """Steps between comparisons of what data-parallel replicas compute from the same fixed tokens, which must be
+    bitwise equal; otherwise an alarm (`results_differ`). Unset: none."""
     gradient_check_action: Literal["stop", "alarm", "none"] = "stop"
     """What to do if the first step of a start clips by another norm than that of all weights, or if copies of a
     weight have different gradients: `stop` (exit code 93), or only raise an `alarm`. `none`: not compared."""
     straggler_threshold: Beta | None = 0.65
-    """Speed of a rank's own work, relative to that of its peers, below which two reports in a row raise an alarm. Null:
-    none."""
+    """Speed of a rank's own work relative to its peers, below which two reports in a row raise an alarm. Null: none."""
     straggler_exclude_reports: PosInt | None = None
     """Consecutive slow reports of a rank after which a multi-node Slurm job saves and is requeued without its node.
     Unset: alarms only."""

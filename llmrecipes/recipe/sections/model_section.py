@@ -26,8 +26,8 @@ class Model(Section):
     seq_length: PosInt
     """Tokens per training sequence."""
     vocab_size: PosInt
-    """Vocabulary size: the size to which a `bpe` tokenizer is trained, an upper bound for a Hugging Face tokenizer. The
-    embedding is padded to a multiple of `make_vocab_size_divisible_by`."""
+    """Size to which a `bpe` tokenizer is trained, an upper bound for a Hugging Face tokenizer. The embedding is
+    padded to a multiple of `make_vocab_size_divisible_by`."""
     ffn_hidden_size: PosInt | None = None
     """Width of the MLP; unset: 4 × `hidden_size`."""
     num_query_groups: PosInt | None = None
@@ -37,8 +37,8 @@ class Model(Section):
     max_position_embeddings: PosInt | None = None
     """Maximum number of positions; unset: `seq_length`."""
     position_embedding_type: Literal["learned_absolute", "rope", "yarn"] = "learned_absolute"
-    """Position embedding: a learned table, rotary (arXiv 2104.09864), or rotary scaled to longer contexts with YaRN
-    (arXiv 2309.00071). With latent attention, set `rope` here and select YaRN with `rope_type`."""
+    """A learned table, rotary (arXiv 2104.09864), or rotary scaled to longer contexts with YaRN (arXiv 2309.00071).
+    With latent attention, set `rope` here and select YaRN with `rope_type`."""
     rotary_base: PosFloat = 10000.0
     """Base period of the rotary embedding."""
     rotary_percent: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -87,8 +87,8 @@ class Model(Section):
     hidden_dropout: Probability = 0.0
     """Dropout of the residual branches and the embedding."""
     layer_drop: Probability = 0.0
-    """Probability of skipping the last layer for a micro-batch in training (stochastic depth, arXiv 1603.09382;
-    LayerDrop, arXiv 1909.11556); layer l of L is skipped with l / L times this probability."""
+    """Probability of skipping the last layer for a micro-batch in training (stochastic depth, arXiv 1603.09382);
+    layer l of L is skipped with l / L times this probability."""
     init_method: Literal["normal", "xavier_uniform", "kaiming_normal"] = "normal"
     """Initialisation of weight matrices. Output projections are always scaled by 1/sqrt(2 × `num_layers`) (GPT-2);
     embeddings are always normal."""
@@ -105,7 +105,7 @@ class Model(Section):
     """Factor applied to the logits. With the default of 1, the factor is `mup_base_hidden_size` / `hidden_size`."""
     mup_base_head_dim: PosFloat | None = None
     """Channels per head of the narrow model. Attention scores are scaled by sqrt(`mup_base_head_dim`) /
-    `kv_channels`^`mup_attn_scale_power`, which equals the usual scale at that head size; unset: 1."""
+    `kv_channels`^`mup_attn_scale_power`; unset: 1."""
     mup_attn_scale_power: PosFloat = 1.0
     """Exponent of `kv_channels` in the scale of attention scores; 0.5 is standard attention."""
     num_moe_experts: PosInt | None = None
@@ -130,8 +130,8 @@ class Model(Section):
     """Weight of the router z-loss, which keeps router logits small (ST-MoE, arXiv 2202.08906, uses 0.001); unset:
     none."""
     moe_router_enable_expert_bias: bool = False
-    """Balance experts without a loss: a bias per expert, used only for the top-k selection, is increased for
-    underloaded and decreased for overloaded experts (arXiv 2408.15664); needs `moe_router_score_function: sigmoid`."""
+    """Balance experts without a loss: a bias per expert, used only for the top-k selection, rises for underloaded
+    and falls for overloaded experts (arXiv 2408.15664); needs `moe_router_score_function: sigmoid`."""
     moe_router_bias_update_rate: NonNegFloat = 1e-3
     """Update step of the expert bias; 0 keeps it constant."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
@@ -152,7 +152,7 @@ class Model(Section):
     off."""
     moe_expert_capacity_factor: PosFloat | None = None
     """Capacity of an expert, as a multiple of an even share of the tokens; tokens beyond it are dropped (GShard).
-    Unset: no tokens are dropped."""
+    Unset: none are."""
     moe_pad_expert_input_to_capacity: bool = False
     """Pad every expert's input to its capacity, so that shapes do not depend on routing."""
     moe_token_drop_policy: Literal["probs", "position"] = "probs"  # noqa: S105 - no password

@@ -59,14 +59,13 @@ class Optimizer(Section):
         default_factory=lambda keys: MUON_STEPS[keys.get("muon_coefficient_type", "quintic")],
         json_schema_extra={"default": MUON_STEPS["quintic"]},
     )
-    """Number of Newton-Schulz iterations that orthogonalize the momentum. Default: 5, with `polar_express` 8, with
+    """Newton-Schulz iterations that orthogonalize the momentum. Default: 5, with `polar_express` 8, with
     `deepseekv4` 10; others only with `simple` and `polar_express`."""
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
     """Factor of an orthogonalized matrix [out, in]: √max(out, in) (arXiv 2502.16982), √(out / in) (arXiv 2502.07529),
     or √max(1, out / in)."""
     muon_extra_scale_factor: PosFloat = 1.0
-    """Additional factor; 0.2 with `spectral` gives updates the size of AdamW's, so that both can share a learning
-    rate."""
+    """Additional factor; 0.2 with `spectral` gives updates the size of AdamW's."""
     muon_split_qkv: bool = True
     """Orthogonalize queries, keys and values separately; no effect on latent attention."""
     muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = "medium"
@@ -77,8 +76,8 @@ class Optimizer(Section):
     clip_grad: NonNegFloat = 1.0
     """Global gradient norm above which gradients are scaled down; 0 disables clipping."""
     qk_clip: bool = False
-    """After an update, scale queries and keys down where a logit of the step exceeded `qk_clip_threshold`, so that it
-    would have equalled the threshold (QK-clip, arXiv 2507.20534)."""
+    """After an update, scale queries and keys down where a logit of the step exceeded `qk_clip_threshold` (QK-clip,
+    arXiv 2507.20534)."""
     qk_clip_alpha: Annotated[float, Field(ge=0, le=1), OnlyWith("qk_clip")] = 0.5
     """Exponent of the scaling that queries get; keys get 1 - `qk_clip_alpha`."""
     qk_clip_threshold: Annotated[PosFloat, OnlyWith("qk_clip")] = 100.0

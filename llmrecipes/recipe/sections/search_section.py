@@ -221,14 +221,13 @@ class Search(Section):
     space: Annotated[tuple[Dimension, ...], Field(min_length=1, strict=False)]
     """Keys to search. All others keep the recipe's values."""
     objectives: Annotated[tuple[Objective, ...], Field(min_length=1, strict=False)] = ("valid_loss",)
-    """Quantities to minimise, taken at the last evaluation of a trial. With several, the result is the set of best
-    trade-offs."""
+    """Quantities to minimise, at the last evaluation of a trial. With several, the result is the best trade-offs."""
     trial_tokens: PosInt | None = None
     """Training tokens per trial, to which steps, evaluations and the schedule are scaled; unset: those of the
     recipe."""
     seeds_per_point: PosInt = 1
-    """Training runs per point, with `train.seed` and the seeds after it. The value of a trial is their mean; only the
-    first can be pruned."""
+    """Training runs per point, with `train.seed` and the seeds after it, whose mean is the value of a trial; only
+    the first can be pruned."""
     sampler: Annotated[
         ParzenEstimator | GaussianProcess | CmaEs | RandomPoints | GridPoints | QuasiRandomPoints,
         Field(discriminator="type"),

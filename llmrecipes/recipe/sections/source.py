@@ -35,8 +35,7 @@ class Source(Section):
     name: str | None = None
     """Configuration of a `hub` dataset."""
     split: str | None = None
-    """Split of a `hub` dataset; unset: `train`. It is divided into the run's train, valid and test splits by document
-    hash."""
+    """Split of a `hub` dataset; unset: `train`. Document hashes divide it into train, valid and test."""
     revision: str | None = None
     """Commit of a `hub` dataset."""
     text_key: str = "text"
@@ -47,8 +46,8 @@ class Source(Section):
     label_value: Annotated[str | None, OnlyWith("label_key")] = None
     """Label of the rows to read; for a number or boolean, its text in Python, such as `3` or `True`."""
     label: Label | None = None
-    """Name of the source in per-source metrics (`data.multiple_validation_sets`, `tracking.loss_by_source`); unset:
-    derived from its path, such as `web` for `corpora/web/*.jsonl`."""
+    """Name of the source in metrics by source; unset: derived from its path, such as `web` for
+    `corpora/web/*.jsonl`."""
     weight: PosFloat = 1.0
     """Share of training samples drawn from this source, relative to the weights of the other sources."""
     max_tokens: PosInt | None = None

@@ -27,12 +27,11 @@ class Speed(Section):
     """Fuse bias, dropout and residual addition into one kernel. Unset: on for GPUs with a compiler where the model has
     biases or `hidden_dropout`, and with `train.torch_compile`."""
     apply_rope_fusion: Switch = None
-    """Apply rotary embeddings in one kernel, TransformerEngine's or a compiled one. Unset: on for GPUs with
-    `position_embedding_type: rope`, but off for latent attention, whose kernel needs TransformerEngine's layers and
-    `rope_type: yarn`."""
+    """Apply rotary embeddings in one kernel. Unset: on for GPUs with `position_embedding_type: rope`, but off for
+    latent attention, whose kernel needs TransformerEngine's layers and `rope_type: yarn`."""
     cross_entropy_loss_fusion: Switch = None
-    """Compute the loss in compiled kernels, which keep logits in the precision of the model instead of fp32. Unset: on
-    for GPUs with a compiler, and with `train.torch_compile`."""
+    """Compute the loss in compiled kernels, with logits in the precision of the model. Unset: on for GPUs with a
+    compiler, and with `train.torch_compile`."""
     gradient_accumulation_fusion: Switch = None
     """Add weight gradients to the gradient buffer in the kernel of their GEMM (TransformerEngine). Unset: on with
     TransformerEngine's layers."""
@@ -68,8 +67,7 @@ class Speed(Section):
     moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] | None = None
     """Library for `moe_token_dispatcher_type: flex`: DeepEP or its HybridEP branch. Unset: `deepep`."""
     manual_gc: Switch = None
-    """Run Python's garbage collector at the same step on all ranks, instead of whenever a rank triggers it. Unset: on
-    with several GPUs."""
+    """Run Python's garbage collector at the same step on all ranks. Unset: on with several GPUs."""
     manual_gc_interval: PosInt | None = None
     """Steps between garbage collections, with `manual_gc`. Unset: 100."""
     deterministic_mode: Switch = None
@@ -91,8 +89,8 @@ class Speed(Section):
     tp_comm_bulk_wgrad: Switch = None
     """With `tp_comm_overlap`: overlap the reduce-scatter with the GEMM of a weight gradient. Unset: on."""
     overlap_moe_expert_parallel_comm: Switch = None
-    """Overlap the experts' all-to-all with the computation of another micro-batch, which takes memory for one more.
-    With pipeline stages it needs `virtual_pipeline_model_parallel_size`. Unset: off."""
+    """Overlap the experts' all-to-all with the computation of another micro-batch, whose memory it takes. With
+    pipeline stages it needs `virtual_pipeline_model_parallel_size`. Unset: off."""
     delay_wgrad_compute: Switch = None
     """With `overlap_moe_expert_parallel_comm`: compute weight gradients separately from input gradients, where there is
     communication to hide (TransformerEngine 2.8). Unset: off."""

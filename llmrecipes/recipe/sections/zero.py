@@ -36,8 +36,8 @@ class Zero(Section):
     """What is sharded over data-parallel ranks: nothing (0), optimizer state (1), also gradients (2), also parameters
     (3). From stage 1 on, `parallelism.use_distributed_optimizer` is true."""
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
-    """Where optimizer state is kept: `cpu`, in host memory, where parameters are then updated too (ZeRO-Offload, arXiv
-    2101.06840), or `nvme`, on an NVMe disk (ZeRO-Infinity, arXiv 2104.07857; stage 3)."""
+    """Where optimizer state is kept: `cpu`, in host memory, where parameters are then updated too (ZeRO-Offload,
+    arXiv 2101.06840), or `nvme`, on a disk (ZeRO-Infinity, arXiv 2104.07857; stage 3)."""
     offload_param: Literal["none", "cpu"] = "none"
     """Keep partitioned parameters in host memory while they are not in use; stage 3."""
     nvme_path: str | None = None
@@ -47,11 +47,9 @@ class Zero(Section):
     allgather_bucket_size: PosInt = 500_000_000
     """Parameter elements gathered at a time after an update; stages 1 and 2."""
     overlap_comm: bool = False
-    """Reduce gradients during the backward pass; needs a second buffer of `reduce_bucket_size`. DeepSpeed's default is
-    true at stage 3."""
+    """Reduce gradients during the backward pass; needs a second buffer of `reduce_bucket_size`."""
     sub_group_size: PosInt = 1_000_000_000
-    """Elements updated at a time; with offload, also the elements whose state is in device memory at a time. Stage
-    3."""
+    """Elements updated at a time, whose state with offload is in device memory. Stage 3."""
     stage3_prefetch_bucket_size: NonNegInt = 50_000_000
     """Parameter elements gathered ahead of their use; stage 3."""
     stage3_param_persistence_threshold: NonNegInt = 100_000
@@ -61,8 +59,8 @@ class Zero(Section):
     stage3_max_reuse_distance: NonNegInt = 1_000_000_000
     """Parameters used again within this many elements stay gathered; stage 3."""
     zero_hpz_partition_size: PosInt = 1
-    """Ranks of a node that share a second copy of the parameters for the backward pass (ZeRO++ hpZ, arXiv 2306.10209);
-    1: no second copy. Must divide the number of ranks; stage 3."""
+    """Ranks of a node that share a second copy of the parameters for the backward pass (ZeRO++ hpZ, arXiv
+    2306.10209); 1: no copy. Stage 3."""
     zero_quantized_weights: bool = False
     """Gather parameters in int8 (ZeRO++ qwZ); stage 3 on GPUs. The result differs from an unquantized run."""
     zero_quantized_gradients: bool = False
