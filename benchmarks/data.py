@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmrecipes.data.preparation import compare
+from llmrecipes.data.preparation import repeated_documents
 from llmrecipes.data.sources import sources
 from llmrecipes.data.steps.copies import NearDuplicates, band_keys, bands_of, margin, shingles, sketch
 from llmrecipes.data.steps.steps import Dropped, Seen, pipeline, step_spec
@@ -169,16 +169,16 @@ def by_ranges(documents: int, shards: int, folder: Path) -> dict[str, float]:
     of_all = marks(size * shards, bands_of(0.8, 128))
     for file in files:
         with file.open("wb") as stream:
-            for first in range(0, size, compare.PIECE):
-                places = list(range(first, min(first + compare.PIECE, size)))
+            for first in range(0, size, repeated_documents.PIECE):
+                places = list(range(first, min(first + repeated_documents.PIECE, size)))
                 chosen = [next(of_all) for _ in places]
                 started = time.process_time()
-                stream.write(compare.piece(places, chosen, step.bands, ranges))
+                stream.write(repeated_documents.piece(places, chosen, step.bands, ranges))
                 writing += time.process_time() - started
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started, wall, dropped = time.process_time(), time.monotonic(), set[tuple[int, int]]()
     for of_range in range(ranges):
-        found = compare.dropped_in(files, of_range, ranges, step)
+        found = repeated_documents.dropped_in(files, of_range, ranges, step)
         dropped |= set(map(tuple, found.T.tolist()))
     seconds, wall = time.process_time() - started, time.monotonic() - wall
     grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)

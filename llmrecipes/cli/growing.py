@@ -13,11 +13,11 @@ from llmrecipes.cli.options import RUNS, JsonOption, NewRunIdOption, OverridesAr
 from llmrecipes.faults.signals import early_signals
 
 if TYPE_CHECKING:
-    from llmrecipes.recipe.variants.growing import Growth
+    from llmrecipes.recipe.variants.growth import Growth
 
 
 @early_signals()
-@with_options(growth="recipe.variants.growing.Growth")
+@with_options(growth="recipe.variants.growth.Growth")
 def grow(
     run: Annotated[
         str,

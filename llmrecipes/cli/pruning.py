@@ -22,11 +22,11 @@ from llmrecipes.cli.options import (
 from llmrecipes.faults.signals import early_signals
 
 if TYPE_CHECKING:
-    from llmrecipes.recipe.variants.pruning import PruneOptions
+    from llmrecipes.recipe.variants.pruned_models import PruneOptions
 
 
 @early_signals()
-@with_options(options="recipe.variants.pruning.PruneOptions")
+@with_options(options="recipe.variants.pruned_models.PruneOptions")
 def prune(
     run: RunArgument,
     *,

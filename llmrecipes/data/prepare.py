@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 import llmrecipes
 from llmrecipes.data.folder import card, checked
-from llmrecipes.data.folder import manifest as manifests
-from llmrecipes.data.folder.manifest import ChatRecord, DataManifest, File, TokenizerRecord
+from llmrecipes.data.folder import data_manifest as manifests
+from llmrecipes.data.folder.data_manifest import ChatRecord, DataManifest, File, TokenizerRecord
 from llmrecipes.data.folder.prepared import (
     TOKENIZER,
     Prepared,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from llmrecipes.recipe.variants.pruning import PruneOptions
+from llmrecipes.recipe.variants.pruned_models import PruneOptions
 from llmrecipes.tracking.events import LayerBalance
 from llmrecipes.tracking.progress import Counted
 

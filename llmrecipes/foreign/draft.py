@@ -17,7 +17,7 @@ from llmrecipes.recipe.reading.explain import explain
 from llmrecipes.recipe.reading.keys import keys
 from llmrecipes.recipe.reading.overrides import apply, parse_override
 from llmrecipes.recipe.reading.synonyms import synonym
-from llmrecipes.recipe.rules import rules, zero_rules
+from llmrecipes.recipe.rules import recipe_rules, zero_rules
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.redact import HIDDEN, redact
 
@@ -131,7 +131,7 @@ class Draft:
             recipe = Recipe.model_validate(plain)
         except ValidationError as error:
             return explain(error, {})
-        return rules.check(zero_rules.selected(recipe, {})[0])
+        return recipe_rules.check(zero_rules.selected(recipe, {})[0])
 
     def settle(self, where: Path) -> None:
         """Leave out refused values that change nothing in what is trained.

@@ -14,7 +14,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.foreign.draft import NO_KEY, Draft
 from llmrecipes.foreign.nested import whole_layers
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.sections.preference import LossType
+from llmrecipes.recipe.sections.preference_section import LossType
 
 TRAINER_DEFAULTS: Mapping[str, Any] = {
     "optimizer.weight_decay": 0.0,

@@ -22,7 +22,7 @@ from llmrecipes.workflow.model_source import base_of, find_checkpoint, lora_of, 
 
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import Entry
-    from llmrecipes.data.folder.manifest import DataManifest
+    from llmrecipes.data.folder.data_manifest import DataManifest
     from llmrecipes.data.folder.prepared import Prepared
     from llmrecipes.tracking.energy import Energy
     from llmrecipes.tracking.progress import Counted

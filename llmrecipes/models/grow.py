@@ -13,7 +13,7 @@ from llmrecipes.plan.parameters import count
 from llmrecipes.recipe.derived.shape import Shape, shape
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Model
-from llmrecipes.recipe.variants.growing import Growth, layers, load_grown, preserves
+from llmrecipes.recipe.variants.growth import Growth, layers, load_grown, preserves
 from llmrecipes.rundir import Run
 from llmrecipes.workflow.model_source import find_checkpoint
 

@@ -15,7 +15,7 @@ from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.load import DEFAULTS_NOTE, short
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.variants.pruning import METHODS, PruneOptions, load_pruned
+from llmrecipes.recipe.variants.pruned_models import METHODS, PruneOptions, load_pruned
 from llmrecipes.rundir import Run
 from llmrecipes.workflow.run import on_one_rank
 

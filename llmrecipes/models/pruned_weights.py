@@ -15,7 +15,7 @@ from llmrecipes.hf.safetensors import TensorSource
 from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.derived.weight_names import weights
 from llmrecipes.recipe.schema import Model
-from llmrecipes.recipe.variants.pruning import PATTERNS, PruneOptions
+from llmrecipes.recipe.variants.pruned_models import PATTERNS, PruneOptions
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")

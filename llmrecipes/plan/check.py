@@ -18,7 +18,7 @@ from llmrecipes.plan.speed.search import MOST_MICRO_BATCH, nearest, powers
 from llmrecipes.recipe.derived.batch_schedule import without_ramp
 from llmrecipes.recipe.derived.degrees import elastic_worlds, model_parallel_size, replica_ranks, smallest_world
 from llmrecipes.recipe.derived.shape import Shape
-from llmrecipes.recipe.rules import rules
+from llmrecipes.recipe.rules import recipe_rules
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.speedups.recompute import ALL_LAYERS, recomputation
 from llmrecipes.units import GIB
@@ -200,7 +200,7 @@ def fitted(recipe: Recipe, cluster: Cluster) -> tuple[Recipe, int]:
     ranks = len(cluster.gpus) or 1
     last = refused = None
     for candidate in _candidates(recipe, cluster, ranks):
-        if problems := rules.check(candidate):
+        if problems := recipe_rules.check(candidate):
             refused = refused or UserError(problems[0].what, where=problems[0].key, rule=problems[0].rule)
             continue
         try:

@@ -34,7 +34,7 @@ from llmrecipes.recipe.rules.batch_rules import require_divisible
 from llmrecipes.recipe.rules.distill_rules import has_teacher, teacher_model
 from llmrecipes.recipe.rules.optimizer_rules import require_fused_adam
 from llmrecipes.recipe.rules.preference_rules import has_reference
-from llmrecipes.recipe.rules.rules import obstacle_to_chunks
+from llmrecipes.recipe.rules.recipe_rules import obstacle_to_chunks
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.sections.adversarial import passes
 from llmrecipes.recipe.speedups import recompute

@@ -15,7 +15,7 @@ from llmrecipes.recipe.derived.stage_layout import layers_per_stage
 from llmrecipes.recipe.engines import DEEPSPEED, engine_name
 from llmrecipes.recipe.rules import qat_rules
 from llmrecipes.recipe.rules.layout_rules import shared_sizes
-from llmrecipes.recipe.rules.rules import packs_in_local_layers
+from llmrecipes.recipe.rules.recipe_rules import packs_in_local_layers
 from llmrecipes.recipe.schema import Parallelism, Recipe
 
 

@@ -22,7 +22,7 @@ from llmrecipes.recipe.engines import engine_name
 from llmrecipes.recipe.reading import foreign
 from llmrecipes.recipe.reading.explain import explain
 from llmrecipes.recipe.reading.overrides import Override, apply, parse_override
-from llmrecipes.recipe.rules import rules, zero_rules
+from llmrecipes.recipe.rules import recipe_rules, zero_rules
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.sections.zero import Zero
 from llmrecipes.runfiles import RECIPE
@@ -134,7 +134,7 @@ def _loaded(parsed: document.ParsedDocument, path: Path, overrides: Sequence[str
         else:
             recipe, ignored = zero_rules.selected(recipe, overridden)
             problems += _check_name(recipe, path, overridden)
-            problems += rules.check(recipe) or ([] if wrong else layer_pattern.contradicted(pattern, recipe))
+            problems += recipe_rules.check(recipe) or ([] if wrong else layer_pattern.contradicted(pattern, recipe))
     if problems or misspelt or recipe is None:
         raise document.error_of(problems, misspelt, path, parsed.lines, overridden)
     if ignored:

@@ -16,10 +16,10 @@ from llmrecipes.recipe.sections.faults import Faults
 from llmrecipes.recipe.sections.model_section import TRAINING_ONLY as TRAINING_ONLY
 from llmrecipes.recipe.sections.model_section import Model as Model
 from llmrecipes.recipe.sections.only_with import OnlyWith
-from llmrecipes.recipe.sections.optimizer import Optimizer as Optimizer
-from llmrecipes.recipe.sections.optimizer import Scheduler as Scheduler
+from llmrecipes.recipe.sections.optimizer_section import Optimizer as Optimizer
+from llmrecipes.recipe.sections.optimizer_section import Scheduler as Scheduler
 from llmrecipes.recipe.sections.plugins import DataStep, MetricSink
-from llmrecipes.recipe.sections.preference import Dpo, Preference
+from llmrecipes.recipe.sections.preference_section import Dpo, Preference
 from llmrecipes.recipe.sections.qat import Qat
 from llmrecipes.recipe.sections.search_section import Search
 from llmrecipes.recipe.sections.section import (

@@ -11,7 +11,7 @@ import numpy as np
 
 from llmrecipes import webpage
 from llmrecipes.console import duration
-from llmrecipes.data.folder.manifest import DataManifest
+from llmrecipes.data.folder.data_manifest import DataManifest
 from llmrecipes.report import charts
 from llmrecipes.report.material import Material, at
 from llmrecipes.report.records import Values

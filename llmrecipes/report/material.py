@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmrecipes import untrusted
-from llmrecipes.data.folder.manifest import DataManifest
+from llmrecipes.data.folder.data_manifest import DataManifest
 from llmrecipes.data.folder.prepared import open_prepared
 from llmrecipes.diagnosis.finding import RunFinding
 from llmrecipes.doctor import record

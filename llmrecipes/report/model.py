@@ -11,7 +11,7 @@ import numpy as np
 from llmrecipes import webpage
 from llmrecipes.plan import drawing
 from llmrecipes.plan.blocks import Graph, graph
-from llmrecipes.recipe.rules.rules import check
+from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.report import charts
 from llmrecipes.report.material import Material
 from llmrecipes.report.training import nothing

@@ -11,7 +11,7 @@ from pydantic import JsonValue, ValidationError
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.reading.explain import explain
 from llmrecipes.recipe.reading.overrides import Override, apply
-from llmrecipes.recipe.rules import rules
+from llmrecipes.recipe.rules import recipe_rules
 from llmrecipes.recipe.rules.search_rules import contains, is_integer
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.sections.search_section import Dimension, Search
@@ -146,7 +146,7 @@ def trial_recipe(recipe: Recipe, search: Search, values: Mapping[str, JsonValue]
     except ValidationError as error:
         raise _refused(explain(error, {})) from error
     candidate = scale(candidate, recipe, search, values)
-    if problems := rules.check(candidate):
+    if problems := recipe_rules.check(candidate):
         raise _refused(problems)
     return candidate
 

@@ -67,7 +67,7 @@ class _Computer:
         from llmrecipes.data.folder.prepared import open_prepared
         from llmrecipes.hardware.cluster import detect
         from llmrecipes.plan.derive import derive
-        from llmrecipes.recipe.rules.rules import check
+        from llmrecipes.recipe.rules.recipe_rules import check
         from llmrecipes.train.loaders import open_loaders
 
         if problems := check(recipe):

@@ -16,7 +16,7 @@ from llmrecipes.plan.layout import expected_layers
 from llmrecipes.plan.run_plan import RunPlan
 from llmrecipes.plan.speed.device import SpeedUnknownError
 from llmrecipes.plan.speed.forecast import forecast
-from llmrecipes.recipe.rules.rules import check, obstacle_to_chunks
+from llmrecipes.recipe.rules.recipe_rules import check, obstacle_to_chunks
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.speedups.features import FEATURES, FeatureChoice
 from llmrecipes.units import GIB

@@ -15,9 +15,9 @@ from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.recipe.derived.batch_schedule import without_ramp
-from llmrecipes.recipe.rules import rules
+from llmrecipes.recipe.rules import recipe_rules
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.sections.optimizer import Scheduler
+from llmrecipes.recipe.sections.optimizer_section import Scheduler
 from llmrecipes.recipe.variants.proxy import suffixed
 from llmrecipes.rundir import Run
 from llmrecipes.workflow.run import Log, Paths, TrainOptions
@@ -148,7 +148,7 @@ def range_recipe(recipe: Recipe, low: float, high: float, steps: int) -> Recipe:
             "stages": (),  # the sweep is as long as itself, and begins as the first of them
         }
     )  # fmt: skip
-    if problems := rules.check(sweep):
+    if problems := recipe_rules.check(sweep):
         first = problems[0]
         raise UserError(first.what, where=first.key, rule=first.rule, fix=first.fix)
     return sweep

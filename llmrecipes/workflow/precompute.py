@@ -35,7 +35,7 @@ from llmrecipes.recipe.rules.distill_rules import of_teacher, sample_bytes
 from llmrecipes.recipe.rules.preference_rules import (
     with_frozen_model,
 )
-from llmrecipes.recipe.rules.rules import check
+from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.rank import failure_reported, guarded, nodes, rank_main
 from llmrecipes.train.spec import RankSpec
@@ -312,7 +312,7 @@ class Pairs:
 
     def complete(self, folder: Path, parts: Sequence[SampleRange]) -> dict[str, Any]:
         """Write the files of the complete folder; returns what its record says of them."""
-        from llmrecipes.data.folder.manifest import File, sha256, stem
+        from llmrecipes.data.folder.data_manifest import File, sha256, stem
 
         files = {}
         for split, samples in self.samples.items():

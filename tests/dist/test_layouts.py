@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llmrecipes.launch.local import run_ranks
-from llmrecipes.recipe.rules import rules
+from llmrecipes.recipe.rules import recipe_rules
 from llmrecipes.recipe.schema import Recipe
 from tests.dist.suite import Suite
 from tests.dist.table import (
@@ -150,8 +150,8 @@ def test_the_table_runs_under_a_launcher(tmp_path: Path, monkeypatch: pytest.Mon
 def test_every_row_is_a_recipe_that_users_may_write() -> None:
     assert len({row.name for row in ROWS}) == len(ROWS)
     for row in ROWS:
-        assert not rules.check(row.recipe), row.name
-        assert not rules.check(row.reference_recipe), row.name
+        assert not recipe_rules.check(row.recipe), row.name
+        assert not recipe_rules.check(row.reference_recipe), row.name
         assert row.why or (row.bound == BOUND and not row.reference), row.name
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.mup import BASE, RATES, WIDTHS, best, curves, draw, key, recipe
 from llmrecipes.recipe.derived.shape import mup
-from llmrecipes.recipe.rules.rules import check
+from llmrecipes.recipe.rules.recipe_rules import check
 
 SEEDS = 2
 

@@ -24,7 +24,7 @@ from benchmarks.search import (
     recipe,
     replay,
 )
-from llmrecipes.recipe.rules.rules import check
+from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.search.command import quiet
 

@@ -12,7 +12,7 @@ import tokenizers
 import transformers
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from llmrecipes.data.folder.manifest import NAME
+from llmrecipes.data.folder.data_manifest import NAME
 from llmrecipes.data.folder.prepared import Prepared, fingerprint, open_prepared
 from llmrecipes.data.prepare import prepare
 from llmrecipes.data.tokens.tokenizer import EOD, added_ids, open_huggingface

@@ -28,7 +28,7 @@ from llmrecipes.data.steps.steps import Document, pipeline, step_spec
 from llmrecipes.data.tokens import chat, tokenizer
 from llmrecipes.data.tokens.chat import ChatSpec, Conversations, Template, chat_encoder
 from llmrecipes.data.tokens.templates import CHATML, SPECIAL, TEMPLATES, ends_answers, question
-from llmrecipes.recipe.rules.rules import check
+from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.recipe.schema import Chat, Recipe, Source, Tokenizer
 from llmrecipes.recipe.sections.data_steps import DuplicatesStep
 from tests.helpers import tiny

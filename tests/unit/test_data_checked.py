@@ -18,7 +18,7 @@ import pytest
 
 from llmrecipes.cli import app as cli
 from llmrecipes.data.folder import checked
-from llmrecipes.data.folder.manifest import LISTING, read_listing, sha256
+from llmrecipes.data.folder.data_manifest import LISTING, read_listing, sha256
 from llmrecipes.data.folder.prepared import check_index, index_folder
 from llmrecipes.data.preparation import corpus as corpus_module
 from llmrecipes.data.preparation import shards

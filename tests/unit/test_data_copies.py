@@ -13,8 +13,8 @@ import pytest
 
 from llmrecipes.data.folder.leaks import check_near_copies
 from llmrecipes.data.folder.prepared import Prepared
-from llmrecipes.data.preparation import compare
 from llmrecipes.data.preparation import corpus as corpus_module
+from llmrecipes.data.preparation import repeated_documents
 from llmrecipes.data.prepare import prepare
 from llmrecipes.data.steps.copies import (
     BandIndex,
@@ -204,14 +204,16 @@ def test_ranges_of_bands_drop_what_the_definition_drops(tmp_path: Path) -> None:
             file = tmp_path / f"{ranges}-{number}.bands"
             pieces = [range(start, min(start + size, last)) for start in range(first, last, size)]
             content = (
-                compare.piece([place - first for place in each], [marks[place] for place in each], step.bands, ranges)
+                repeated_documents.piece(
+                    [place - first for place in each], [marks[place] for place in each], step.bands, ranges
+                )
                 for each in pieces
             )
             file.write_bytes(b"".join(content))
             files.append(file)
         dropped = set[int]()
         for of_range in range(ranges):
-            found = compare.dropped_in(files, of_range, ranges, step)
+            found = repeated_documents.dropped_in(files, of_range, ranges, step)
             assert found[0].tolist() == sorted(found[0])
             dropped |= {borders[number] + place for number, place in found.T.tolist()}
         assert dropped == expected
@@ -234,7 +236,7 @@ def greedy(words: list[np.ndarray], step: NearDuplicates) -> set[int]:
 def test_a_large_bucket_of_copies_has_one_representative() -> None:
     rng = np.random.default_rng(3)
     sketches = rng.integers(0, 2**63, (2, 8), np.uint64)
-    buckets = compare.Buckets(2, 32, 8)
+    buckets = repeated_documents.Buckets(2, 32, 8)
     for _ in range(3):
         similar = buckets.add(np.zeros(2000, np.int64), np.tile(sketches[0], (2000, 1)))
         assert similar.sum() in (1999, 2000)
@@ -246,10 +248,10 @@ def test_a_large_bucket_of_copies_has_one_representative() -> None:
 
 def test_a_bucket_of_many_representatives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the first of them, which are compared in all buckets at once."""
-    monkeypatch.setattr(compare, "_BLOCK", 7)
+    monkeypatch.setattr(repeated_documents, "_BLOCK", 7)
     sketches = np.random.default_rng(4).integers(0, 2**63, (60, 8), np.uint64)
     order = [*range(50), *range(20, 60), 59, 3]
-    buckets, seen = compare.Buckets(2, 32, 8), set[int]()
+    buckets, seen = repeated_documents.Buckets(2, 32, 8), set[int]()
     for first in range(0, len(order), 23):
         chosen = order[first : first + 23]
         both = np.array([[0, 1] for _ in chosen]).ravel()
@@ -264,13 +266,13 @@ def test_damaged_bands_are_refused(tmp_path: Path) -> None:
     step = NearDuplicates(threshold=0.6, permutations=64, shingle_words=1)
     marks = [step.mark(text) for text in ("a b c d e f g", "a b c d e f g", "h i j k l m n")]
     file = tmp_path / "000000.bands"
-    right = compare.piece([0, 1, 2], marks, step.bands, 2)
+    right = repeated_documents.piece([0, 1, 2], marks, step.bands, 2)
     start = int(np.frombuffer(right[:8], "<i8")[0])
     for place in (0, 8, 32, start + 20, len(right) - 1):
         file.write_bytes(right[:place] + bytes([right[place] ^ 129]) + right[place + 1 :])
         with refused(file):
             for of_range in range(2):
-                compare.dropped_in([file], of_range, 2, step)
+                repeated_documents.dropped_in([file], of_range, 2, step)
     file.write_bytes(right[:-1])
     with refused(file):
-        compare.dropped_in([file], 0, 2, step)
+        repeated_documents.dropped_in([file], 0, 2, step)

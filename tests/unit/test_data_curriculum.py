@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from llmrecipes.data.folder.manifest import stem
+from llmrecipes.data.folder.data_manifest import stem
 from llmrecipes.data.folder.prepared import drawn_samples, index_folder
 from llmrecipes.data.prepare import Prepared, prepare
 from llmrecipes.data.read.curriculum import ScoreWriter, ordering
 from llmrecipes.data.read.curriculum import ordered as ordered_documents
 from llmrecipes.data.read.dataset import build
-from llmrecipes.data.sources import parts
+from llmrecipes.data.sources import file_parts
 from llmrecipes.data.steps.split import Split
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe, Scheduler
@@ -131,7 +131,7 @@ def test_scores_do_not_depend_on_who_prepares(
     plain: tuple[Recipe, Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen, alone = ordered(plain, score="compression_ratio")
-    monkeypatch.setattr(parts, "PART_BYTES", 20_000)  # several shards of each source
+    monkeypatch.setattr(file_parts, "PART_BYTES", 20_000)  # several shards of each source
     together = prepare(chosen, tmp_path, workers=2)
     for source in (0, 1):
         name = f"{stem(source, 'train')}.scores"

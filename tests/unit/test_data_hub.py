@@ -18,7 +18,7 @@ import pytest
 
 from llmrecipes.data.preparation.shards import cut
 from llmrecipes.data.prepare import prepare
-from llmrecipes.data.sources import hub, parts, sources, stores
+from llmrecipes.data.sources import file_parts, hub, sources, stores
 from llmrecipes.recipe.schema import Source
 from tests.refusals import refused
 from tests.unit.data_recipes import recipe
@@ -144,7 +144,7 @@ def test_files_are_shared_by_workers_and_asked_for_again(served: _Hub, monkeypat
     served.failing["data/train-1.parquet"] = ["500", "reset"]
     assert list(sources.documents(source)) == _texts(served)
     assert served.failing["data/train-1.parquet"] == []
-    monkeypatch.setattr(parts, "PART_BYTES", max(map(len, served.files.values())))
+    monkeypatch.setattr(file_parts, "PART_BYTES", max(map(len, served.files.values())))
     shards = cut((source,))
     assert len(shards) == 3
     read = [text for shard in shards for text in sources.documents(source, parts=shard.parts(source))]

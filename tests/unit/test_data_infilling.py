@@ -17,7 +17,7 @@ from llmrecipes.data.folder.leaks import check_near_copies
 from llmrecipes.data.folder.overview import random_documents, stats
 from llmrecipes.data.folder.prepared import Prepared, fingerprint
 from llmrecipes.data.prepare import prepare
-from llmrecipes.data.sources import parts
+from llmrecipes.data.sources import file_parts
 from llmrecipes.data.steps.split import digest
 from llmrecipes.data.tokens.infilling import PARTS, cut, restored
 from llmrecipes.data.tokens.tokenizer import EOD
@@ -98,7 +98,7 @@ def test_choices_are_uniform_and_follow_seed_and_text() -> None:
 def test_shards_and_workers_make_the_same(
     source: Source, prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "PART_BYTES", 20_000)
+    monkeypatch.setattr(file_parts, "PART_BYTES", 20_000)
     by_shards = prepare(with_fim(source), tmp_path, workers=2)
     assert by_shards.manifest.files == prepared.manifest.files
     assert by_shards.manifest.sources == prepared.manifest.sources

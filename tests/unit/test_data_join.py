@@ -22,7 +22,7 @@ from llmrecipes.data.preparation import shards as shards_module
 from llmrecipes.data.preparation.executor import ThisProcess
 from llmrecipes.data.preparation.shards import Shards
 from llmrecipes.data.prepare import Prepared, _shards, fingerprint, prepare
-from llmrecipes.data.sources import parts
+from llmrecipes.data.sources import file_parts
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Chat, Data, Recipe, Source
 from llmrecipes.recipe.sections.data_steps import DuplicatesStep
@@ -87,12 +87,12 @@ def expected_of_copied(copied: Recipe, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_BYTES", 4000)
+    monkeypatch.setattr(file_parts, "PART_BYTES", 4000)
 
 
 @pytest.fixture
 def larger(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_BYTES", 12_000)
+    monkeypatch.setattr(file_parts, "PART_BYTES", 12_000)
 
 
 def content(prepared: Prepared) -> dict[str, bytes]:
@@ -252,7 +252,7 @@ def test_a_large_file_is_several_shards(sources: tuple[Source, ...], tmp_path: P
     data = tmp_path / "data"
     several = prepare(used, data, workers=2, progress=lines.append)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "PART_BYTES", 1 << 30)
+        patch.setattr(file_parts, "PART_BYTES", 1 << 30)
         whole = prepare(used, tmp_path / "whole", workers=1)
     assert content(several) == content(whole)
     assert [line for line in lines if "packed.jsonl.gz" in line and line.startswith("note")]
@@ -414,7 +414,7 @@ def test_documents_that_are_cut_are_the_same_in_many_shards(copied: Recipe, tmp_
     several = prepare(used, tmp_path / "several", workers=2)
     assert several.manifest.sources[0].rules["duplicates.cut_sentences"] > 20 and several.manifest.sources[0].read < 90
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "PART_BYTES", 1 << 30)
+        patch.setattr(file_parts, "PART_BYTES", 1 << 30)
         assert content(several) == content(prepare(used, tmp_path / "one", workers=1))
 
 
@@ -429,7 +429,7 @@ def test_conversations_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     talks = recipe(first, Source(type="jsonl", path=str(tmp_path / "b.jsonl")))
     talks = talks.model_copy(update={"data": talks.data.model_copy(update={"chat": Chat(template="chatml")})})
     one = prepare(talks, tmp_path / "one", workers=1)
-    monkeypatch.setattr(parts, "PART_BYTES", 2000)
+    monkeypatch.setattr(file_parts, "PART_BYTES", 2000)
     two = prepare(talks, tmp_path / "two", workers=2)
     assert one.manifest.chat is not None and one.manifest.sources[0].read < len(rows)
     assert [(each.unanswered, each.special_tokens) for each in one.manifest.chat.sources] == [(1, 1), (0, 0)]
@@ -475,7 +475,7 @@ def test_damaged_files_are_skipped_up_to_a_share(tmp_path: Path) -> None:
 @pytest.mark.rotating
 def test_a_file_system_that_takes_no_more_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is half-published, and the next call goes on."""
-    monkeypatch.setattr(parts, "PART_BYTES", 4000)
+    monkeypatch.setattr(file_parts, "PART_BYTES", 4000)
     used = recipe(corpus(tmp_path / "text"))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("llmrecipes.data.prepare._fill", interrupted)

@@ -22,7 +22,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from pydantic import create_model
 
-from llmrecipes.data.folder.manifest import FORMAT, stem
+from llmrecipes.data.folder.data_manifest import FORMAT, stem
 from llmrecipes.data.folder.prepared import (
     bits_per_byte,
     bytes_per_token,

@@ -11,7 +11,7 @@ import pytest
 
 from llmrecipes.data.preparation import pipeline
 from llmrecipes.data.prepare import Prepared, prepare
-from llmrecipes.data.sources import parts
+from llmrecipes.data.sources import file_parts
 from llmrecipes.recipe.schema import Recipe, Source
 from llmrecipes.recipe.sections.data_steps import DuplicatesStep
 from tests.dashboard import free_port
@@ -66,7 +66,7 @@ def test_two_nodes_of_which_one_is_lost(tmp_path: Path, monkeypatch: pytest.Monk
 
     used = compared(tmp_path)
     expected = content(prepare(used, tmp_path / "one", workers=1))
-    monkeypatch.setattr(parts, "PART_BYTES", 4000)
+    monkeypatch.setattr(file_parts, "PART_BYTES", 4000)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **node()})
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     try:

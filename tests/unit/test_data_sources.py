@@ -18,9 +18,9 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 
-from llmrecipes.data.sources import json_rows, parts, sources
-from llmrecipes.data.sources.machine import machine_documents
-from llmrecipes.data.sources.parts import MOST_BYTES, FilePart, parts_of
+from llmrecipes.data.sources import file_parts, json_rows, sources
+from llmrecipes.data.sources.file_parts import MOST_BYTES, FilePart, parts_of
+from llmrecipes.data.sources.machine_corpus import machine_documents
 from llmrecipes.data.sources.sources import documents
 from llmrecipes.data.steps import contamination
 from llmrecipes.data.steps.steps import Unreadable
@@ -220,8 +220,8 @@ def test_an_array_is_read_in_bounded_memory_and_in_one_part(tmp_path: Path) -> N
     file = tmp_path / "a.json"
     with file.open("w") as stream:
         stream.write("[" + ", ".join(json.dumps({"text": "word " * 100}) for _ in range(40_000)) + "]")
-    assert not parts.can_cut("jsonl", file)
-    assert list(parts.parts_of("jsonl", [file], 1 << 20)) == [FilePart(file)]
+    assert not file_parts.can_cut("jsonl", file)
+    assert list(file_parts.parts_of("jsonl", [file], 1 << 20)) == [FilePart(file)]
     tracemalloc.start()
     assert sum(1 for _ in sources.documents(Source(type="jsonl", path=str(file)))) == 40_000
     assert tracemalloc.get_traced_memory()[1] < file.stat().st_size / 2
@@ -237,7 +237,7 @@ def test_an_object_of_several_lines_is_told_from_rows(tmp_path: Path) -> None:
 def test_zstandard_is_not_cut_and_its_damage_is_named(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl.zst"
     file.write_bytes(bytes.fromhex("28b52ffd"))
-    assert not parts.can_cut("jsonl", file)
+    assert not file_parts.can_cut("jsonl", file)
     with refused(file):
         list(sources.documents(Source(type="jsonl", path=str(file))))
     with refused(file):
@@ -338,8 +338,8 @@ def test_the_parts_of_a_file_have_its_documents_in_order(
     else:
         pq.write_table(pa.table({"text": texts}), file, row_group_size=7)
     source = Source(type=kind, path=str(file))
-    monkeypatch.setattr(parts, "PART_BYTES", size)
-    made = list(parts.parts_of(kind, sources.files(source)))
+    monkeypatch.setattr(file_parts, "PART_BYTES", size)
+    made = list(file_parts.parts_of(kind, sources.files(source)))
     assert len(made) == -(-file.stat().st_size // size)
     by_part = [list(sources.documents(source, parts=[part])) for part in made]
     assert [text for part in by_part for text in part] == texts == list(sources.documents(source))
@@ -347,7 +347,7 @@ def test_the_parts_of_a_file_have_its_documents_in_order(
         assert sum(map(bool, by_part)) > 3
         with gzip.open(tmp_path / "b.jsonl.gz", "wt") as stream:
             stream.write('{"text": "packed"}\n' * 500)
-        assert [part.end for part in parts.parts_of("jsonl", [tmp_path / "b.jsonl.gz"])] == [None]
+        assert [part.end for part in file_parts.parts_of("jsonl", [tmp_path / "b.jsonl.gz"])] == [None]
 
 
 _MEMBER = 16 * MIB
@@ -411,14 +411,14 @@ def test_a_long_line_does_not_fill_the_parts_behind_it(tmp_path: Path) -> None:
 def test_a_border_between_two_lines_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [f"{n:03}" for n in range(60)]
     source = _jsonl(tmp_path / "a.jsonl", [json.dumps({"text": text}) for text in texts])
-    monkeypatch.setattr(parts, "PART_BYTES", (tmp_path / "a.jsonl").stat().st_size // 10)
-    made = list(parts.parts_of("jsonl", sources.files(source)))
+    monkeypatch.setattr(file_parts, "PART_BYTES", (tmp_path / "a.jsonl").stat().st_size // 10)
+    made = list(file_parts.parts_of("jsonl", sources.files(source)))
     by_part = [list(sources.documents(source, parts=[part])) for part in made]
     assert by_part == [texts[first : first + 6] for first in range(0, 60, 6)]
 
 
 def test_the_place_of_a_bad_row_in_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = _jsonl(tmp_path / "a.jsonl", [json.dumps({"text": "x" * 90})] * 5 + ["{not json"])
-    monkeypatch.setattr(parts, "PART_BYTES", 300)
+    monkeypatch.setattr(file_parts, "PART_BYTES", 300)
     with refused(f"{tmp_path / 'a.jsonl'}: byte 515"):
         list(sources.documents(source))

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from llmrecipes.data.folder.data_manifest import IDX_HEADER
 from llmrecipes.data.folder.documents import documents, token_stream
-from llmrecipes.data.folder.manifest import IDX_HEADER
 from llmrecipes.data.folder.prepared import Prepared
 from llmrecipes.data.preparation import token_sets
 from llmrecipes.data.prepare import open_prepared, prepare
@@ -266,7 +266,7 @@ def test_a_set_that_changes_later_is_refused(made: _Sets, tmp_path: Path) -> Non
 )
 def test_what_needs_text_is_refused(section: dict[str, object], where: str) -> None:
     from llmrecipes.recipe.load import load
-    from llmrecipes.recipe.rules.rules import check
+    from llmrecipes.recipe.rules.recipe_rules import check
 
     loaded = load("gpt-tiny", ["data.tokenizer={type: huggingface, path: t}"]).recipe
     of_set = {"sources": [{"type": "megatron", "path": "a"}]}

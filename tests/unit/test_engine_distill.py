@@ -18,7 +18,7 @@ from llmrecipes.plan.speed.forecast import forecast
 from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.rules.distill_rules import teacher_recipe
-from llmrecipes.recipe.rules.rules import check
+from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.sections.distill import Distill
 from llmrecipes.recipe.variants.proxy import proxy

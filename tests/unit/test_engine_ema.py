@@ -13,7 +13,7 @@ from llmrecipes.engine.base import Progress
 from llmrecipes.engine.megatron.backend import MegatronBackend
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.plan.derive import derive
-from llmrecipes.recipe.rules.rules import check
+from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.recipe.schema import Recipe
 from tests.helpers import ROOMY, engine_of, random_batches, steps, tiny
 from tests.refusals import refused

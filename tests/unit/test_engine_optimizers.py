@@ -24,7 +24,7 @@ from llmrecipes.plan.muon import products
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.rules.optimizer_kinds import OF_MATRICES
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.sections.optimizer import MUON_STEPS
+from llmrecipes.recipe.sections.optimizer_section import MUON_STEPS
 from tests.helpers import LLAMA, ROOMY, engine_of, random_batches, steps, tiny
 from tests.refusals import refused
 from tests.unit.test_checkpoint_optimizer_state import saved, whole

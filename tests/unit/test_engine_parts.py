@@ -13,10 +13,10 @@ import torch
 
 from llmrecipes.engine.base import Progress, World
 from llmrecipes.engine.parts.base import DEEPSPEED_HOOKS, Part
-from llmrecipes.recipe import parts
+from llmrecipes.recipe import step_parts
 from llmrecipes.recipe.engines import DEEPSPEED
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.parts import PARTS, StepPart
+from llmrecipes.recipe.step_parts import PARTS, StepPart
 from tests.helpers import engine_of, random_batches, tiny
 from tests.refusals import refused
 
@@ -56,7 +56,7 @@ def still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StepPart:
     (tmp_path / "scratch_still.py").write_text(SCRATCH)
     monkeypatch.syspath_prepend(tmp_path)
     part = StepPart("scratch_still:Still", "train.label_smoothing")
-    monkeypatch.setattr(parts, "PARTS", (*PARTS, part))
+    monkeypatch.setattr(step_parts, "PARTS", (*PARTS, part))
     return part
 
 

@@ -17,7 +17,7 @@ from llmrecipes.engine.core import update
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.hardware.cluster import DetectedGpu
 from llmrecipes.plan.derive import derive
-from llmrecipes.recipe.rules.rules import check
+from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.recipe.schema import Recipe
 from tests.fused_adam import install
 from tests.helpers import LLAMA, ROOMY, engine_of, random_batches, steps, tiny

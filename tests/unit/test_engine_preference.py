@@ -17,9 +17,9 @@ from llmrecipes.plan.derive import derive
 from llmrecipes.plan.parameters import count
 from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.rules.rules import check
+from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.sections.preference import SMOOTHED, Dpo, LossType
+from llmrecipes.recipe.sections.preference_section import SMOOTHED, Dpo, LossType
 from llmrecipes.recipe.variants.proxy import proxy
 from tests.helpers import ROOMY, engine_of, random_batches, tiny
 from tests.refusals import refused

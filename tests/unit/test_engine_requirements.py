@@ -18,7 +18,7 @@ from llmrecipes.engine.requirements import require_packages
 from llmrecipes.hardware import builds
 from llmrecipes.hardware.cluster import DetectedGpu
 from llmrecipes.plan.derive import derive
-from llmrecipes.recipe.rules.rules import check
+from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.recipe.schema import Parallelism, Recipe, Zero
 from llmrecipes.recipe.sections.speed import Speed
 from llmrecipes.workflow import slurm

@@ -30,7 +30,7 @@ from llmrecipes.models.finetune import STEPS, Finetuning, finetune, make_recipe
 from llmrecipes.plan.check import fitted
 from llmrecipes.plan.derive import LEAST_HEADROOM, derive
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.rules.rules import check
+from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.recipe.schema import Parallelism
 from llmrecipes.rundir import Run
 from llmrecipes.units import GIB

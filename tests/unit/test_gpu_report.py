@@ -22,7 +22,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.machine import machine
 from llmrecipes.plan.derive import derive
-from llmrecipes.recipe.rules.rules import check
+from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.recipe.schema import Recipe
 from tests.helpers import ROOMY
 

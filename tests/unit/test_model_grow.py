@@ -16,7 +16,7 @@ from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.models.grow import GrownWeights
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import to_yaml
-from llmrecipes.recipe.variants.growing import Growth, layers, load_grown
+from llmrecipes.recipe.variants.growth import Growth, layers, load_grown
 from tests.helpers import ROOMY, engine_of, random_batches, tiny
 from tests.refusals import refused
 

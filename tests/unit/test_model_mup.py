@@ -19,7 +19,7 @@ from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.plan.run_plan import derive_run
 from llmrecipes.plan.table import rows
 from llmrecipes.recipe.derived.shape import mup
-from llmrecipes.recipe.rules.rules import check
+from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.recipe.schema import Parallelism, Recipe
 from tests.helpers import LLAMA, ROOMY, engine_of, steps, tiny
 

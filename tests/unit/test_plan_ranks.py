@@ -80,7 +80,7 @@ def measure() -> Measured:
     from llmrecipes.hardware.cluster import Cluster
     from llmrecipes.plan.derive import derive
     from llmrecipes.plan.parameters import count_on_rank, vectors_on_rank
-    from llmrecipes.recipe.rules.rules import check
+    from llmrecipes.recipe.rules.recipe_rules import check
     from llmrecipes.recipe.schema import Recipe
 
     platform = select()

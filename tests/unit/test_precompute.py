@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from llmrecipes.data.folder import manifest
+from llmrecipes.data.folder import data_manifest
 from llmrecipes.data.read import precomputed
 from llmrecipes.plan.derive import derive
-from llmrecipes.recipe.rules.rules import check
+from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.workflow import precompute
 from llmrecipes.workflow.precompute import REQUEST, _parts, work_folder
@@ -234,13 +234,13 @@ def test_a_form_without_parts_is_refused(tmp_path: Path) -> None:
 def test_files_outside_of_the_folder_are_refused_by_every_record(tmp_path: Path, name: str) -> None:
     listed = {name: {"bytes": 1, "sha256": "0" * 64}}
     (tmp_path / precomputed.NAME).write_text(json.dumps({"format": 1, "facts": {}, "files": listed}))
-    (tmp_path / manifest.LISTING).write_text(json.dumps(listed))
+    (tmp_path / data_manifest.LISTING).write_text(json.dumps(listed))
     with refused(tmp_path / precomputed.NAME):
         precomputed.read_record(tmp_path, "")
-    with refused(tmp_path / manifest.LISTING):
-        manifest.read_listing(tmp_path)
+    with refused(tmp_path / data_manifest.LISTING):
+        data_manifest.read_listing(tmp_path)
     with pytest.raises(ValueError, match="files"):
-        manifest.DataManifest.model_validate({"files": listed})
+        data_manifest.DataManifest.model_validate({"files": listed})
 
 
 def test_what_a_folder_says_of_itself_is_shown_in_short() -> None:

@@ -22,7 +22,7 @@ from llmrecipes.models.pruned_weights import LINEAR, removed
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.derived.weight_names import weights
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.variants.pruning import PruneOptions
+from llmrecipes.recipe.variants.pruned_models import PruneOptions
 from llmrecipes.rundir import Run
 from tests.conftest import Command
 from tests.helpers import tiny_on, train_lines, write_recipe

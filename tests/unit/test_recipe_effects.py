@@ -51,7 +51,7 @@ from llmrecipes.recipe.derived.stage_runs import stage_recipes
 from llmrecipes.recipe.derived.stages import span_of
 from llmrecipes.recipe.engines import ENGINES, EngineEntry
 from llmrecipes.recipe.reading.keys import ITEM, keys
-from llmrecipes.recipe.rules.rules import check
+from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.recipe.schema import Model, Recipe
 from llmrecipes.recipe.sections.plugins import resolve
 from llmrecipes.rundir import Run

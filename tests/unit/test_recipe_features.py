@@ -11,7 +11,7 @@ import pytest
 from llmrecipes.cli.app import run
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.plan.derive import derive
-from llmrecipes.recipe.rules.rules import check
+from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.sections.speed import Speed
 from llmrecipes.recipe.speedups.features import FEATURES, FeatureChoice, SpeedTarget, require, resolve

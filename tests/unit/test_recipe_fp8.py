@@ -13,7 +13,7 @@ from llmrecipes.hardware.machine import machine
 from llmrecipes.plan.derive import derive
 from llmrecipes.plan.speed.forecast import forecast
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.rules.rules import check
+from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.speedups.features import FeatureChoice, SpeedTarget, resolve
 from llmrecipes.recipe.speedups.fp8 import FP8

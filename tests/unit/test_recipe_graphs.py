@@ -14,7 +14,7 @@ from llmrecipes.launch.environment import gpu_variables
 from llmrecipes.plan.derive import derive
 from llmrecipes.plan.memory import graph_buffers
 from llmrecipes.plan.run_plan import derive_run
-from llmrecipes.recipe.rules.rules import check
+from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.speedups.features import SpeedTarget, resolve
 from llmrecipes.recipe.speedups.graphs import GRAPHS

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmrecipes.recipe.rules.rules import check
+from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.recipe.schema import Recipe
 
 MOE = {"num_moe_experts": 8, "add_bias_linear": False}

@@ -14,7 +14,7 @@ from llmrecipes.plan.memory import USER_BUFFERS
 from llmrecipes.plan.pending import fullest
 from llmrecipes.plan.run_plan import derive_run
 from llmrecipes.plan.speed.forecast import forecast
-from llmrecipes.recipe.rules.rules import check
+from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.speedups.features import SpeedTarget, needing_a_gpu, require, resolve, value
 from llmrecipes.recipe.speedups.overlap import OVERLAP

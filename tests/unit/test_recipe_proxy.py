@@ -17,7 +17,7 @@ from llmrecipes.plan.derive import default_world_size, derive
 from llmrecipes.recipe.derived.degrees import smallest_world
 from llmrecipes.recipe.derived.stage_layout import parse
 from llmrecipes.recipe.load import load, names
-from llmrecipes.recipe.rules.rules import check
+from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.recipe.schema import Recipe, Tracking
 from llmrecipes.recipe.sections.plugins import MetricSink, declared, settings
 from llmrecipes.recipe.sections.source import Curriculum

@@ -10,7 +10,7 @@ import pytest
 
 from llmrecipes.recipe.load import load, names
 from llmrecipes.recipe.reading.keys import generated, hint, json_schema, keys, reference
-from llmrecipes.recipe.rules.rules import check
+from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.sections.only_with import OnlyWith
 from llmrecipes.recipe.sections.plugins import declared

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llmrecipes.recipe.derived.stage_layout import parse, text
-from llmrecipes.recipe.rules.rules import check
+from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.recipe.schema import Recipe
 from tests.dist.worlds import GlooWorld
 

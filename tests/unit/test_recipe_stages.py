@@ -28,7 +28,7 @@ from llmrecipes.recipe.derived.stage_runs import as_run, stage_named, stage_of, 
 from llmrecipes.recipe.derived.stages import Span, span_of
 from llmrecipes.recipe.load import load, load_values, to_yaml
 from llmrecipes.recipe.rules.distill_rules import teacher_model
-from llmrecipes.recipe.rules.rules import check
+from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.variants.proxy import proxy
 from llmrecipes.workflow.bench import measure

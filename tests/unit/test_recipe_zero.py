@@ -13,7 +13,7 @@ from benchmarks.former import ADAMW
 from llmrecipes.recipe.engines import engine_name
 from llmrecipes.recipe.load import load, to_yaml
 from llmrecipes.recipe.reading.keys import keys
-from llmrecipes.recipe.rules.rules import check
+from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.sections.zero import DETERMINED, INSIDE, Zero
 from tests.refusals import has_token, refused

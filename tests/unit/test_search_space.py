@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llmrecipes.recipe.reading.keys import keys
-from llmrecipes.recipe.rules import rules
+from llmrecipes.recipe.rules import recipe_rules
 from llmrecipes.search.samplers import pruner as make_pruner
 from llmrecipes.search.space import evaluation, evaluations, trial_recipe
 from llmrecipes.search.study import require_section
@@ -90,7 +90,9 @@ def norm(*choices: str) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_rules_of_a_search(search: dict[str, Any], key: str, tokens: str) -> None:
-    problems = [each for each in rules.check(tiny(search={"space": [LR], "n_trials": 3, **search})) if each.key == key]
+    problems = [
+        each for each in recipe_rules.check(tiny(search={"space": [LR], "n_trials": 3, **search})) if each.key == key
+    ]
     assert problems
     text = f"{problems[0].what} {problems[0].rule} {problems[0].fix}"
     assert has_token(text, tokens), text
@@ -119,7 +121,7 @@ NUMBERS = (LR, LAYERS, STEPS)
 def test_samplers(sampler: dict[str, Any], space: tuple[dict[str, Any], ...], tmp_path: Path) -> None:
     """Each samples the keys that the rules let it: in range, on their steps, and where their condition holds."""
     recipe = searched(*space, n_trials=8, sampler={**sampler, "seed": 1}, pruner={"type": "NopPruner"})
-    assert rules.check(recipe) == []
+    assert recipe_rules.check(recipe) == []
     trials = [trial for trial in own_trials(ran(recipe, tmp_path)) if trial.state.is_finished()]
     assert len(trials) == 8
     for trial in trials:
@@ -155,7 +157,7 @@ def test_pruners(pruner: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Mon
         "tests.unit.search_lab.Curves.loss", staticmethod(lambda recipe, n: loss[recipe.optimizer.lr] * (1 + n / 9))
     )
     recipe = searched(n_trials=8, pruner=pruner, enqueue_recipe=False, enqueue_trials=points)
-    assert rules.check(recipe) == []
+    assert recipe_rules.check(recipe) == []
     study = ran(recipe, tmp_path)
     assert any(trial.state.name == "PRUNED" for trial in study.trials)
     assert study.best_trial.number == 0

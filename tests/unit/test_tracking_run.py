@@ -19,7 +19,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from llmrecipes.errors import ExitCode, UserError
-from llmrecipes.recipe.rules.rules import check
+from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe, Tracking, Train
 from llmrecipes.recipe.sections.plugins import MetricSink, declared, resolve
 from llmrecipes.recipe.variants.proxy import proxy

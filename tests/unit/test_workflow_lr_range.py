@@ -12,7 +12,7 @@ import pytest
 from llmrecipes.cli import app as cli
 from llmrecipes.engine.core.update import learning_rate
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.rules.rules import check
+from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.workflow.lr_range import judged, range_recipe, smooth
 from tests.helpers import tiny_on, write_recipe
 from tests.refusals import refused, require_message

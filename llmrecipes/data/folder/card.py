@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from llmrecipes.data.folder.manifest import DataManifest, TokenizerRecord
+from llmrecipes.data.folder.data_manifest import DataManifest, TokenizerRecord
 from llmrecipes.data.steps.split import SPLITS
 
 NAME = "README.md"

@@ -22,7 +22,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from llmrecipes.console import duration
-from llmrecipes.data.folder.manifest import File, Record, document_of
+from llmrecipes.data.folder.data_manifest import File, Record, document_of
 from llmrecipes.errors import UserError
 from llmrecipes.io import sync
 from llmrecipes.untrusted import open_file, read

@@ -12,7 +12,7 @@ from weakref import finalize
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from llmrecipes.data.folder.manifest import stem
+from llmrecipes.data.folder.data_manifest import stem
 from llmrecipes.data.folder.prepared import Prepared
 from llmrecipes.data.steps.split import Split
 from llmrecipes.untrusted import open_file

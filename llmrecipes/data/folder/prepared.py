@@ -20,8 +20,15 @@ from typing import Any, Literal
 
 from llmrecipes.commandline import command_line
 from llmrecipes.data.folder import checked
-from llmrecipes.data.folder import manifest as manifests
-from llmrecipes.data.folder.manifest import LISTING, DataManifest, SourceRecord, listings, read_listing, require_listed
+from llmrecipes.data.folder import data_manifest as manifests
+from llmrecipes.data.folder.data_manifest import (
+    LISTING,
+    DataManifest,
+    SourceRecord,
+    listings,
+    read_listing,
+    require_listed,
+)
 from llmrecipes.data.steps.split import SPLITS, Split, check_disjoint
 from llmrecipes.data.steps.steps import selected
 from llmrecipes.data.tokens.infilling import infills

@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
-from llmrecipes.data.folder.manifest import (
+from llmrecipes.data.folder.data_manifest import (
     IDX_DTYPES,
     IDX_HEADER,
     IDX_MAGIC,
@@ -41,8 +41,8 @@ from llmrecipes.data.folder.manifest import (
     stem,
 )
 from llmrecipes.data.folder.prepared import HeldOutSplit
-from llmrecipes.data.preparation.compare import Item, judge
 from llmrecipes.data.preparation.corpus import Tally
+from llmrecipes.data.preparation.repeated_documents import Item, judge
 from llmrecipes.data.preparation.shard_files import part_of
 from llmrecipes.data.preparation.shards import End, Shards
 from llmrecipes.data.preparation.write import MEMBER_BYTES, DocumentSink, compressed

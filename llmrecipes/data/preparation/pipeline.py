@@ -15,13 +15,13 @@ from functools import partial
 from pathlib import Path
 
 from llmrecipes.console import duration
-from llmrecipes.data.folder.manifest import ChatCounts, Counts, HeldOut, SourceRecord, stem
+from llmrecipes.data.folder.data_manifest import ChatCounts, Counts, HeldOut, SourceRecord, stem
 from llmrecipes.data.folder.prepared import HeldOutSplit, held_out_name
-from llmrecipes.data.preparation import compare, join
-from llmrecipes.data.preparation.compare import Item, JoinStage, one, one_a_shard
+from llmrecipes.data.preparation import join, repeated_documents
 from llmrecipes.data.preparation.corpus import Tally
 from llmrecipes.data.preparation.executor import REPORT_SECONDS, Executor, ThisProcess
 from llmrecipes.data.preparation.join import JOINED, ShardOffsets, kept_tokens, read_counts, read_layout, used_item
+from llmrecipes.data.preparation.repeated_documents import Item, JoinStage, one, one_a_shard
 from llmrecipes.data.preparation.shard_files import ShardReading
 from llmrecipes.data.preparation.shards import Shards, uncut
 from llmrecipes.data.preparation.write import (
@@ -33,7 +33,7 @@ from llmrecipes.data.preparation.write import (
     require_readable,
     summary,
 )
-from llmrecipes.data.sources import parts, sources
+from llmrecipes.data.sources import file_parts, sources
 from llmrecipes.data.steps.split import Split
 from llmrecipes.data.steps.steps import Dropped, Seen
 from llmrecipes.recipe.schema import Source
@@ -49,7 +49,7 @@ def stages(shards: Shards) -> tuple[JoinStage, ...]:
     """What follows the encoding, in order."""
     texts = () if _has_tokens(shards) else (JoinStage(shards, "packed", join.members, join.pack),)
     return (
-        *compare.stages(shards),
+        *repeated_documents.stages(shards),
         JoinStage(shards, "counts", one_a_shard, join.count_shard),
         JoinStage(shards, "layout", one, join.lay_out),
         *texts,
@@ -143,7 +143,7 @@ def _many(shards: Shards, workers: int) -> bool:
     used = sum(count.values())
     for number, source in enumerate(shards.every):
         if source.max_tokens is not None:  # perhaps only its beginning is read
-            of_source = int(source.max_tokens * sources.BYTES_PER_TOKEN) // parts.PART_BYTES
+            of_source = int(source.max_tokens * sources.BYTES_PER_TOKEN) // file_parts.PART_BYTES
             used -= max(0, count[number] - of_source)
     return used >= SHARDS_OF_A_WORKER * workers
 

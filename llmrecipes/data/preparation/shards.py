@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 import llmrecipes
-from llmrecipes.data.folder.manifest import Record, TokenizerRecord
+from llmrecipes.data.folder.data_manifest import Record, TokenizerRecord
 from llmrecipes.data.preparation.corpus import EncoderSpec, Worked, batches_of, encode_all
 from llmrecipes.data.preparation.executor import Executor, ThisProcess
 from llmrecipes.data.preparation.shard_files import (
@@ -32,8 +32,8 @@ from llmrecipes.data.preparation.shard_files import (
     read,
     unframed,
 )
-from llmrecipes.data.sources import parts, sources
-from llmrecipes.data.sources.parts import FilePart
+from llmrecipes.data.sources import file_parts, sources
+from llmrecipes.data.sources.file_parts import FilePart, can_cut, size_of
 from llmrecipes.data.steps.split import DIGEST_BYTES
 from llmrecipes.data.steps.steps import DUPLICATES, Document
 from llmrecipes.data.tokens.gigatoken import Gigatoken
@@ -110,10 +110,10 @@ def cut(recipe_sources: tuple[Source, ...]) -> list[Shard]:
             shards.append(Shard(source=number))
             continue
         growing, size, files = False, 0, sources.files(source)
-        most = parts.part_bytes(files)
+        most = file_parts.part_bytes(files)
         for place, file in enumerate(files):
-            length = parts.size_of(file)
-            for part in parts.parts_of(source.type, [file], most):
+            length = size_of(file)
+            for part in file_parts.parts_of(source.type, [file], most):
                 if growing and part.end is None and size + length <= most:
                     shards[-1], size = shards[-1].model_copy(update={"last": place + 1}), size + length
                     continue
@@ -130,13 +130,13 @@ def uncut(recipe_sources: tuple[Source, ...]) -> Iterator[str]:
         if not sources.by_file(source):
             continue
         files = sources.files(source)
-        most = parts.part_bytes(files)
-        whole = [file for file in files if parts.size_of(file) > most and not parts.can_cut(source.type, file)]
+        most = file_parts.part_bytes(files)
+        whole = [file for file in files if size_of(file) > most and not can_cut(source.type, file)]
         if whole:
-            largest = max(whole, key=parts.size_of)
+            largest = max(whole, key=size_of)
             yield (
                 f"{sources.label(source)}: large files that cannot be split, each read by one worker: {len(whole):,}; "
-                f"the largest, {largest.name}, has {parts.size_of(largest) / GIB:.1f} GiB"
+                f"the largest, {largest.name}, has {size_of(largest) / GIB:.1f} GiB"
             )
 
 

@@ -23,8 +23,8 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from llmrecipes.console import duration
+from llmrecipes.data.folder.data_manifest import IDX_DTYPES, IDX_HEADER, IDX_MAGIC, Counts
 from llmrecipes.data.folder.documents import TokenFile, text_ids
-from llmrecipes.data.folder.manifest import IDX_DTYPES, IDX_HEADER, IDX_MAGIC, Counts
 from llmrecipes.data.folder.prepared import HeldOutSplit
 from llmrecipes.data.preparation.corpus import EncoderSpec, Tally
 from llmrecipes.data.sources.rows import section

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from llmrecipes.data.folder.manifest import Counts, valid_stem
+from llmrecipes.data.folder.data_manifest import Counts, valid_stem
 from llmrecipes.data.preparation.corpus import EncoderSpec
 from llmrecipes.data.sources import sources
 from llmrecipes.data.steps.copies import Duplicates, NearDuplicates

@@ -14,11 +14,11 @@ from typing import Protocol
 
 import numpy as np
 
-from llmrecipes.data.folder.manifest import ChatCounts, Counts, SourceFiles, SourceRecord
+from llmrecipes.data.folder.data_manifest import ChatCounts, Counts, SourceFiles, SourceRecord
 from llmrecipes.data.folder.prepared import HeldOutSplit
 from llmrecipes.data.preparation.corpus import EncoderSpec, Tally, Worked, encode_again
 from llmrecipes.data.sources import sources
-from llmrecipes.data.sources.parts import parts_of
+from llmrecipes.data.sources.file_parts import parts_of
 from llmrecipes.data.steps.split import SPLITS, Split, digest
 from llmrecipes.data.steps.steps import (
     CUT_PIECES,

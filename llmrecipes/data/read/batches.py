@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from llmrecipes.data.folder import manifest
-from llmrecipes.data.folder.manifest import read_listing, require_listed
+from llmrecipes.data.folder import data_manifest
+from llmrecipes.data.folder.data_manifest import read_listing, require_listed
 from llmrecipes.data.folder.prepared import Prepared, index_folder
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.parent import end_with_parent
@@ -299,7 +299,7 @@ def read_error(error: ReaderLost | OSError, recipe: Recipe, prepared: Prepared) 
     """
     try:
         folder = index_folder(recipe, prepared)
-        manifest.check_sizes(prepared.path, prepared.manifest)
+        data_manifest.check_sizes(prepared.path, prepared.manifest)
         require_listed(folder, read_listing(folder))
     except (UserError, OSError) as changed:
         what, where = (changed.what, changed.where) if isinstance(changed, UserError) else (str(changed), "")

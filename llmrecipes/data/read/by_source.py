@@ -15,7 +15,7 @@ import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from torch.utils.data import Dataset
 
-from llmrecipes.data.folder.manifest import Counts
+from llmrecipes.data.folder.data_manifest import Counts
 from llmrecipes.data.folder.prepared import Prepared, drawn_samples, drawn_sources
 from llmrecipes.data.read.batches import SOURCE
 from llmrecipes.data.read.dataset import ConversationDataset

@@ -23,7 +23,7 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from llmrecipes import untrusted
-from llmrecipes.data.folder.manifest import Record, stem
+from llmrecipes.data.folder.data_manifest import Record, stem
 from llmrecipes.data.steps.split import Split
 from llmrecipes.errors import UserError
 from llmrecipes.io import sync, write_synced

@@ -26,8 +26,8 @@ from megatron.core.datasets.utils import Split as MegatronSplit
 from torch.utils.data import Dataset
 
 from llmrecipes.data.folder import checked
+from llmrecipes.data.folder.data_manifest import LISTING, File, listing_text, open_array, stem, valid_stem
 from llmrecipes.data.folder.documents import TokenFile
-from llmrecipes.data.folder.manifest import LISTING, File, listing_text, open_array, stem, valid_stem
 from llmrecipes.data.folder.prepared import (
     TOKENIZER,
     Prepared,

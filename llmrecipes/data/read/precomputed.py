@@ -20,8 +20,8 @@ from torch.utils.data import Dataset
 
 from llmrecipes import untrusted
 from llmrecipes.data.folder import checked
+from llmrecipes.data.folder.data_manifest import File, Inside, Record
 from llmrecipes.data.folder.documents import TokenFile
-from llmrecipes.data.folder.manifest import File, Inside, Record
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.nested import leaves
 from llmrecipes.recipe.derived.batch_schedule import samples_of

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Generator, Iterator
 from typing import Any, BinaryIO
 
-from llmrecipes.data.sources.parts import MOST_BYTES, FilePart, decompressor, is_array, too_large
+from llmrecipes.data.sources.file_parts import MOST_BYTES, FilePart, decompressor, is_array, too_large
 from llmrecipes.errors import UserError
 
 SHAPES = "a file has a JSON object on each line, or is one array of objects"

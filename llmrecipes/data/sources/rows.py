@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from llmrecipes.data.sources.judged import Form, form_of
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Chat, Source
-from llmrecipes.recipe.sections.preference import Preference
+from llmrecipes.recipe.sections.preference_section import Preference
 from llmrecipes.recipe.sections.source import ValidSource
 
 Turns = list[dict[str, Any]]

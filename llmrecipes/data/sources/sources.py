@@ -18,9 +18,7 @@ from typing import Any, BinaryIO
 from llmrecipes.data.sources import hub
 from llmrecipes.data.sources.discovery import LeftOut, described, in_folder, of_pattern, other_endings
 from llmrecipes.data.sources.docstrings import brief_and_long, docstring_conversations
-from llmrecipes.data.sources.json_rows import SHAPES, RowError, json_rows, wrapped
-from llmrecipes.data.sources.machine import machine_documents, machine_files
-from llmrecipes.data.sources.parts import (
+from llmrecipes.data.sources.file_parts import (
     MOST_BYTES,
     DamagedFile,
     FilePart,
@@ -32,6 +30,8 @@ from llmrecipes.data.sources.parts import (
     size_of,
     too_large,
 )
+from llmrecipes.data.sources.json_rows import SHAPES, RowError, json_rows, wrapped
+from llmrecipes.data.sources.machine_corpus import machine_documents, machine_files
 from llmrecipes.data.sources.rows import Rows, conversation, pair, rows_of, section
 from llmrecipes.data.sources.stores import find, is_url
 from llmrecipes.data.steps.steps import Unreadable

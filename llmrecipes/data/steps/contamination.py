@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmrecipes.data.sources.parts import MOST_BYTES, bounded_lines, damages, decompressor, too_large
+from llmrecipes.data.sources.file_parts import MOST_BYTES, bounded_lines, damages, decompressor, too_large
 from llmrecipes.data.steps.eval_files import files, task_files
 from llmrecipes.data.steps.steps import Step
 from llmrecipes.data.steps.words import sequences

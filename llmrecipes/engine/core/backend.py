@@ -32,7 +32,7 @@ from llmrecipes.recipe.derived.stage_runs import in_stage
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.speedups.graphs import GRAPHS
 from llmrecipes.recipe.speedups.overlap import OVERLAP
-from llmrecipes.recipe.variants.pruning import PruneOptions
+from llmrecipes.recipe.variants.pruned_models import PruneOptions
 from llmrecipes.tracking.progress import Counted
 
 

@@ -17,7 +17,7 @@ from llmrecipes.engine.core.hessians import BLOCK, add_inputs, first_states, inv
 from llmrecipes.engine.core.importance import LINEAR
 from llmrecipes.engine.core.model.gpt import RecipeModel
 from llmrecipes.engine.meters import Sparsified
-from llmrecipes.recipe.variants.pruning import PATTERNS, PruneOptions
+from llmrecipes.recipe.variants.pruned_models import PATTERNS, PruneOptions
 from llmrecipes.tracking.progress import Counted
 
 

@@ -1,4 +1,4 @@
-"""The protocol of what a recipe adds to a training step. `recipe.parts` lists the parts; an engine names none."""
+"""The protocol of what a recipe adds to a training step. `recipe.step_parts` lists the parts; an engine names none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from llmrecipes.engine.core.masters import OwnGradient
 from llmrecipes.plan.derive import Plan
-from llmrecipes.recipe import parts as known
+from llmrecipes.recipe import step_parts as known
 
 if TYPE_CHECKING:
     from llmrecipes.engine.base import Batch, Platform, Progress

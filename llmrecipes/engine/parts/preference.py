@@ -27,7 +27,7 @@ from llmrecipes.engine.parts.base import Agreed, Part, Step, Summed
 from llmrecipes.engine.parts.frozen import FrozenModel
 from llmrecipes.plan.frozen import reference_plan
 from llmrecipes.recipe.rules.preference_rules import has_reference, has_second_model
-from llmrecipes.recipe.sections.preference import Dpo
+from llmrecipes.recipe.sections.preference_section import Dpo
 
 COUNTS = 3
 """Numbers that a micro-batch reports: rewards of both answers, and pairs whose better answer has the larger reward."""

@@ -10,7 +10,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import LEAST_HEADROOM, Plan, derive
 from llmrecipes.plan.speed.forecast import forecast
 from llmrecipes.plan.speed.search import MOST_PIPELINE, changes, stage_cuts, with_zero
-from llmrecipes.recipe.rules import rules
+from llmrecipes.recipe.rules import recipe_rules
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.sections.zero import Zero
 from llmrecipes.recipe.speedups.recompute import ALL_LAYERS, recomputation
@@ -78,7 +78,7 @@ def _rung(
     """The first candidate that fits, else that with the least memory."""
     best, refusal = None, ""
     for candidate in candidates:
-        if problems := rules.check(candidate):
+        if problems := recipe_rules.check(candidate):
             refusal = refusal or f"{problems[0].key}: {problems[0].rule}"
             continue
         try:

@@ -23,7 +23,7 @@ from llmrecipes.plan.speed.step import predict
 from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.derived.stage_layout import EMBEDDING, LAYER, LOSS, PREDICTION, text
 from llmrecipes.recipe.engines import DEEPSPEED, engine_name
-from llmrecipes.recipe.rules import rules, zero_rules
+from llmrecipes.recipe.rules import recipe_rules, zero_rules
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.sections.zero import Zero
 from llmrecipes.recipe.speedups.recompute import ALL_LAYERS, recomputation
@@ -425,7 +425,7 @@ def _may_fit(candidate: Recipe, cluster: Cluster, ranks: int) -> bool:
 
 
 def plan_of(candidate: Recipe, cluster: Cluster, ranks: int) -> Plan | None:
-    if rules.check(candidate):
+    if recipe_rules.check(candidate):
         return None
     try:
         return derive(candidate, ranks, cluster)

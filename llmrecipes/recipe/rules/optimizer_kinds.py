@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.engines import MEGATRON, engine_name
 from llmrecipes.recipe.schema import Optimizer, Recipe
-from llmrecipes.recipe.sections.optimizer import MUON_STEPS
+from llmrecipes.recipe.sections.optimizer_section import MUON_STEPS
 
 KEY = "optimizer.optimizer"
 OF_MATRICES = ("muon", "lion")

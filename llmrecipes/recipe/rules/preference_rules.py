@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.rules.distill_rules import OF_TEACHERS, has_teacher, teacher_model
 from llmrecipes.recipe.schema import Chat, Model, Recipe
-from llmrecipes.recipe.sections.preference import SMOOTHED, Dpo
+from llmrecipes.recipe.sections.preference_section import SMOOTHED, Dpo
 
 
 def has_reference(recipe: Recipe) -> bool:

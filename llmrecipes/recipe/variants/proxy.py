@@ -15,7 +15,7 @@ from llmrecipes.recipe.rules import qat_rules
 from llmrecipes.recipe.rules.distill_rules import rehearsed
 from llmrecipes.recipe.rules.optimizer_rules import small
 from llmrecipes.recipe.rules.preference_rules import rehearsed_chat
-from llmrecipes.recipe.rules.rules import MIN_BPE_VOCAB
+from llmrecipes.recipe.rules.recipe_rules import MIN_BPE_VOCAB
 from llmrecipes.recipe.schema import (
     Checkpoint,
     Data,

@@ -6,7 +6,7 @@ from typing import Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.derived.shape import shape
-from llmrecipes.recipe.rules.rules import check
+from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.recipe.schema import Model, Parallelism, Recipe
 from llmrecipes.recipe.variants.proxy import suffixed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from llmrecipes.nested import leaves
-from llmrecipes.recipe import parts
+from llmrecipes.recipe import step_parts
 from llmrecipes.recipe.derived import adapters, freezing, layer_pattern, shape
 from llmrecipes.recipe.derived.degrees import divisors, multiples
 from llmrecipes.recipe.document import Problem
@@ -469,7 +469,7 @@ _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     layout_rules.tensor, layout_rules.sequence, layout_rules.yarn, layout_rules.pipeline,
     layout_rules.expert, layout_rules.elastic,
     zero_rules.engine, zero_rules.optimizer_sharding, zero_rules.pipeline, zero_rules.unsupported, zero_rules.offload,
-    parts.unsupported,
+    step_parts.unsupported,
     zero_rules.stages, zero_rules.zeropp, zero_rules.precision, zero_rules.extra, search_rules.check,
     features.rules, optimizer_rules.types, optimizer_rules.qk_clip, optimizer_kinds.rules,
 )  # fmt: skip
