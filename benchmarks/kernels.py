@@ -197,7 +197,7 @@ def followed(counter: Counter, modules: Any) -> Iterator[None]:
     """A block in which the counter knows the running module, and fused kernels are one each."""
     from megatron.core.transformer import attention
 
-    from llmrecipes.engine.core.platform import gelu, kernels, rope
+    from llmrecipes.engine.core.platform import gelu, meta_kernels, rope
 
     names = {id(module): pattern(name) for chunk in modules for name, module in chunk.named_modules(prefix="model")}
     stack: list[str] = []
@@ -249,9 +249,9 @@ def followed(counter: Counter, modules: Any) -> Iterator[None]:
     for name in ("bias_gelu_kernel", "bias_gelu_kernel_back"):
         put(gelu, name, one(getattr(gelu, name)))
     for name in ("_statistics", "_gradient"):
-        put(kernels.LossShapes, name, staticmethod(one(getattr(kernels.LossShapes, name))))
+        put(meta_kernels.LossShapes, name, staticmethod(one(getattr(meta_kernels.LossShapes, name))))
     for kind, forward, backward in (
-        (kernels._FlashAttention, _attention, _attention_back), (kernels._RMSNorm, lambda *_: 0, lambda *_: 0)
+        (meta_kernels._FlashAttention, _attention, _attention_back), (meta_kernels._RMSNorm, lambda *_: 0, lambda *_: 0)
     ):  # fmt: skip
         put(kind, "forward", staticmethod(one(kind.forward, forward)))
         put(kind, "backward", staticmethod(one(kind.backward, backward)))

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from llmrecipes.errors import UserError
-from llmrecipes.plan.speed import memory
+from llmrecipes.plan.speed import memory_formula
 from llmrecipes.plan.speed.device import Device, Stack, device, kernels_on, stack
 from llmrecipes.plan.speed.step import predict
 from llmrecipes.plan.speed.work import Work
@@ -323,11 +323,11 @@ def impossible(reading: Reading, size: float) -> str | None:
         return "the last pipeline stages have no parameters"
     if reading.partly and not software.by_cost:
         work = replace(work, recomputed=1.0)
-        size = memory.estimate(reading.device, software, work)
+        size = memory_formula.estimate(reading.device, software, work)
     # Only for frameworks with measured memory are formulas close enough for a verdict near the capacity. Gathered
     # inputs are kept by some of their versions only.
     sure = software.by_cost
-    least = memory.estimate(reading.device, _with(software, gathered=0.0), work) if sure else _SURE * size
+    least = memory_formula.estimate(reading.device, _with(software, gathered=0.0), work) if sure else _SURE * size
     if least > reading.device.memory_bytes * _FULL:
         return f"needs {least / 1e9:.0f} GB"
     return None
@@ -363,7 +363,7 @@ def replay(rows: list[Row], readings: list[Reading | None] | None = None) -> lis
             many = possible.pp * possible.vpp > _MOST_SIMULATED
             step = predict(reading.device, reading.stack, possible, at_least=many).seconds
             tokens = work.gbs * work.seq / work.gpus / step
-            size = memory.estimate(reading.device, reading.stack, possible)
+            size = memory_formula.estimate(reading.device, reading.stack, possible)
             refused = impossible(reading, size)
             fits, parameters = refused is None, work.parameters
             if measured is None and (seconds := number(row, "iter_s_median")):

@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 from benchmarks.common import ROOT, close, machine, parser, show
-from llmrecipes.launch.slurm.options import SlurmOptions, SlurmRequest
 from llmrecipes.launch.slurm.sbatch import as_text, command
+from llmrecipes.launch.slurm.slurm_options import SlurmOptions, SlurmRequest
 from llmrecipes.workflow.submit import plan_for
 
 NODES, CLUSTER, RECIPE = 2000, "h100-ib", ["gpt-7b", "train.global_batch_size=16000"]

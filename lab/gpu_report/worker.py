@@ -35,7 +35,7 @@ from llmrecipes.recipe.schema import Parallelism, Recipe
 from llmrecipes.recipe.speedups.features import FeatureChoice, resolve
 from llmrecipes.recipe.variants.proxy import proxy
 from llmrecipes.rundir import Run
-from llmrecipes.train.observers.profile import profiled
+from llmrecipes.train.observers.step_profile import profiled
 from llmrecipes.units import GIB
 
 FOLDER = "LLMRECIPES_REPORT"

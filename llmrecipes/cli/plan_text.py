@@ -17,8 +17,8 @@ from llmrecipes.plan.check import gib
 from llmrecipes.plan.communication import Communication
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.placement import Placement, Range, groups
+from llmrecipes.plan.plan_table import machine, rows
 from llmrecipes.plan.run_plan import RunPlan
-from llmrecipes.plan.table import machine, rows
 from llmrecipes.recipe.engines import engine_name
 from llmrecipes.recipe.load import Loaded
 from llmrecipes.recipe.schema import Recipe

@@ -118,7 +118,7 @@ class Precomputation(Protocol):
     """A frozen model whose results are written to disk, in any layout. The engine megatron has it."""
 
     def load(self, weights: Any = None) -> None:
-        """Build the model, a collective of all ranks; arguments as `engine.parts.frozen.FrozenModel`."""
+        """Build the model, a collective of all ranks; arguments as `engine.parts.frozen_passes.FrozenModel`."""
 
     @property
     def together(self) -> int:

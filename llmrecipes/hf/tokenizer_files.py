@@ -12,7 +12,7 @@ from llmrecipes.data.folder.prepared import TOKENIZER
 from llmrecipes.data.tokens.templates import NAME, answer_end, of_prepared
 from llmrecipes.data.tokens.tokenizer import added_ids, prefix_of, require_bounded
 from llmrecipes.errors import UserError
-from llmrecipes.hf.generation import FILE, IDS, of_run
+from llmrecipes.hf.generation_config import FILE, IDS, of_run
 from llmrecipes.hf.safetensors import write_json
 
 if TYPE_CHECKING:

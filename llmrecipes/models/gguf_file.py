@@ -397,7 +397,7 @@ def _vocabulary(opened: OpenedRun, data_dir: Path) -> tuple[Vocabulary, tuple[st
 
     from llmrecipes.data.folder.prepared import TOKENIZER
     from llmrecipes.data.tokens.encode import WORDS
-    from llmrecipes.hf.generation import FILE as FILE_OF_GENERATION
+    from llmrecipes.hf.generation_config import FILE as FILE_OF_GENERATION
     from llmrecipes.hf.reading import CONFIG
     from llmrecipes.hf.safetensors import write_json
     from llmrecipes.hf.tokenizer_files import write_companions

@@ -74,7 +74,7 @@ def import_model(
         UserError: the model cannot be found, read or described by a recipe; a run id in use; or a full disk. Nothing
             remains.
     """
-    from llmrecipes.hf.generation import keep
+    from llmrecipes.hf.generation_config import keep
     from llmrecipes.hf.match import require_ignorable, section_of, validated, without_effect
     from llmrecipes.hf.reading import CONFIG, open_folder, precision_of, read_config, resolve
     from llmrecipes.hf.weights import open_weights, predictions

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from llmrecipes.plan.features import expected
 from llmrecipes.plan.kernels import copies_keys, keeps_scores, kept_of_a_row, modules, own_layers
 from llmrecipes.plan.layout import Layout
+from llmrecipes.plan.machine_features import expected
 from llmrecipes.recipe.derived.adapters import adapted, is_target
 from llmrecipes.recipe.derived.shape import Shape
 from llmrecipes.recipe.schema import Recipe

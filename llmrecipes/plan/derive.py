@@ -9,10 +9,10 @@ from typing import Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
-from llmrecipes.plan.features import expected
 from llmrecipes.plan.kernels import emulated_bf16, idle_modules, modules, own_layers, recompute_granularity
 from llmrecipes.plan.layout import Layout, layout
 from llmrecipes.plan.losses import logits
+from llmrecipes.plan.machine_features import expected
 from llmrecipes.plan.memory import HostMemory, Memory, checkpoint_bytes, differing_stages, estimate, of_stage
 from llmrecipes.plan.parameters import (
     Parameters,

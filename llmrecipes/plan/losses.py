@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from llmrecipes.plan.features import expected
 from llmrecipes.plan.layout import Layout
+from llmrecipes.plan.machine_features import expected
 from llmrecipes.recipe.derived.shape import Shape
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.speedups.features import value_of

@@ -10,7 +10,7 @@ from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.plan.layout import layout
 from llmrecipes.plan.parameters import Parameters
-from llmrecipes.plan.table import stage_facts, text
+from llmrecipes.plan.plan_table import stage_facts, text
 from llmrecipes.recipe.derived.degrees import smallest_world
 from llmrecipes.recipe.derived.stage_runs import in_stage, stage_of, stage_recipes
 from llmrecipes.recipe.derived.stages import span_of

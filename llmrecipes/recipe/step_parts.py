@@ -40,7 +40,7 @@ _PARTS = "llmrecipes.engine.parts."
 PARTS = (
     StepPart(_PARTS + "accuracy:Accuracy", engines=_BOTH),
     StepPart(_PARTS + "gradient_check:GradientCheck", engines=_BOTH, in_dry_run=False),
-    StepPart(_PARTS + "balance:RouterBalance", "model.num_moe_experts", _BOTH),
+    StepPart(_PARTS + "router_balance:RouterBalance", "model.num_moe_experts", _BOTH),
     StepPart(_PARTS + "router_losses:RouterLosses"),
     StepPart(_PARTS + "source_losses:SourceLosses", "tracking.loss_by_source", _BOTH),
     StepPart(_PARTS + "layer_norms:LayerNorms", "tracking.layers_interval", what="measuring layers"),

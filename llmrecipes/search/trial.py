@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import optuna
 
 OUT_OF_MEMORY = re.compile(rb"error: (out of (?:GPU|host) memory[^\r\n]*)")
-"""The message of a rank (`faults.memory`)."""
+"""The message of a rank (`faults.out_of_memory`)."""
 SLURM_OUT_OF_MEMORY = "OUT_OF_MEMORY"
 LOG_TAIL = 1 << 16
 """Bytes at the end of a log that are searched."""

@@ -15,15 +15,15 @@ from llmrecipes.checkpoint.manifest import Monitored
 from llmrecipes.checkpoint.saver import AsyncSaver
 from llmrecipes.engine.base import Engine, Progress, StepResult, World
 from llmrecipes.errors import ExitCode, UserError
-from llmrecipes.faults.memory import trim_heap
 from llmrecipes.faults.numerics import StepSpike
+from llmrecipes.faults.out_of_memory import trim_heap
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.plan.derive import Plan
 from llmrecipes.tracking.events import Note, StepMetrics, Tracker
 from llmrecipes.train import guard
 from llmrecipes.train.evaluations import evaluated, held_out_losses, is_evaluated
 from llmrecipes.train.loaders import DataLoaders, ReadAhead, first_failure
-from llmrecipes.train.local import LocalCheckpoints
+from llmrecipes.train.local_checkpoints import LocalCheckpoints
 from llmrecipes.train.observers.base import Observers, StepDone
 from llmrecipes.train.rewind import Rewinds
 from llmrecipes.train.saves import Saves

@@ -11,8 +11,8 @@ from llmrecipes.train.observers.garbage import GarbageCollection
 from llmrecipes.train.observers.hangs import Hangs
 from llmrecipes.train.observers.loss_alarms import LossAlarms
 from llmrecipes.train.observers.measured import Measured
-from llmrecipes.train.observers.profile import Profiler
-from llmrecipes.train.observers.tasks import TaskEvaluations
+from llmrecipes.train.observers.step_profile import Profiler
+from llmrecipes.train.observers.task_scores import TaskEvaluations
 from llmrecipes.train.observers.telemetry import Telemetry
 from llmrecipes.train.spec import RunSpec
 

@@ -168,7 +168,7 @@ def _explained(error: Exception, recipe: Recipe) -> UserError | None:
         return error
     if not isinstance(error, MemoryError | RuntimeError):
         return None
-    from llmrecipes.faults.memory import out_of_memory
+    from llmrecipes.faults.out_of_memory import out_of_memory
 
     return out_of_memory(error, recipe, ranks=int(os.environ.get("WORLD_SIZE", "1")), nodes=nodes())
 

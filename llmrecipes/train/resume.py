@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class LoadsWeights(Protocol):
-    """The frozen model of an engine; see `engine.parts.frozen.FrozenModel`."""
+    """The frozen model of an engine; see `engine.parts.frozen_passes.FrozenModel`."""
 
     def load(self, weights: Entry | WeightSource | None = None) -> None:
         """Build it."""

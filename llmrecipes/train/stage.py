@@ -19,7 +19,7 @@ from llmrecipes.engine.backends import backend
 from llmrecipes.engine.base import Backend, Progress, World
 from llmrecipes.errors import ExitCode
 from llmrecipes.plan.derive import Plan
-from llmrecipes.plan.table import stage_facts
+from llmrecipes.plan.plan_table import stage_facts
 from llmrecipes.recipe.load import recipe_hash
 from llmrecipes.recipe.schema import Parallelism, Recipe
 from llmrecipes.recipe.sections.speed import Speed
@@ -28,7 +28,7 @@ from llmrecipes.train.agreement import any_rank
 from llmrecipes.train.evaluations import evaluation_due
 from llmrecipes.train.joined import Joined
 from llmrecipes.train.loaders import has_held_out, one_batch_forever, open_loaders
-from llmrecipes.train.local import LocalCheckpoints, choose_from, open_local
+from llmrecipes.train.local_checkpoints import LocalCheckpoints, choose_from, open_local
 from llmrecipes.train.loop import Loop, LoopOutcome
 from llmrecipes.train.resume import initial_weights, load_frozen_model, resized, resume
 from llmrecipes.train.rewind import Rewind, Rewinds, merged

@@ -40,7 +40,7 @@ from llmrecipes.hardware.process import process_seconds
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.parameters import count_frozen
-from llmrecipes.plan.table import degrees
+from llmrecipes.plan.plan_table import degrees
 from llmrecipes.recipe.derived.batch_schedule import batch_schedule
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.variants.proxy import with_zero

@@ -22,7 +22,7 @@ from llmrecipes.train.spec import RunSpec
 logger = logging.getLogger(__name__)
 
 
-IMPORTED_LATER = ("network", "observing", "stage")
+IMPORTED_LATER = ("fabric_check", "observing", "stage")
 """Modules of this package that a rank imports after its spec was read; with them come all others."""
 
 
@@ -49,8 +49,8 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.faults.collectives import record_collectives
     from llmrecipes.faults.signals import catch_signals
     from llmrecipes.hardware.nics import ports
+    from llmrecipes.train.fabric_check import leave_out_other_adapters, nccl_output, report_on_error, require_fabric
     from llmrecipes.train.joined import Joined
-    from llmrecipes.train.network import leave_out_other_adapters, nccl_output, report_on_error, require_fabric
     from llmrecipes.train.observing import observers
     from llmrecipes.train.stage import layouts, train_stages
 

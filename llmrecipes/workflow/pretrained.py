@@ -72,7 +72,7 @@ def with_pretrained(spec: RunSpec, log: Log) -> RunSpec:
         if not needs_start_weights(recipe):
             return spec
         return spec.model_copy(update={"pretrained": base_folder(spec.run_dir, recipe, log).absolute()})
-    from llmrecipes.hf.generation import keep
+    from llmrecipes.hf.generation_config import keep
     from llmrecipes.hf.reading import read_config, resolve
 
     try:

@@ -13,7 +13,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.plan.parameters import count
 from llmrecipes.plan.speed.forecast import device_of
-from llmrecipes.plan.speed.whatif import Offer, cheapest, options
+from llmrecipes.plan.speed.other_machines import Offer, cheapest, options
 from llmrecipes.recipe.derived.batch_schedule import tokens_of
 from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.load import load

@@ -11,7 +11,7 @@ from llmrecipes.engine.core.model.gpt import build
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.core.world import model_parallel
 from llmrecipes.engine.megatron.engine import Batch, MegatronEngine
-from llmrecipes.engine.parts.balance import Balance, RouterBalance
+from llmrecipes.engine.parts.router_balance import Balance, RouterBalance
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Model, Optimizer, Parallelism, Recipe, Train

@@ -39,10 +39,10 @@ from llmrecipes.engine.core.checkpoint.slices import is_extra_state, other_state
 from llmrecipes.engine.core.model.attention import apart  # noqa: E402
 from llmrecipes.engine.core.model.gpt import construct  # noqa: E402
 from llmrecipes.engine.core.model.init import parameter_slices  # noqa: E402
-from llmrecipes.engine.core.platform.rendezvous import TIMEOUT  # noqa: E402
+from llmrecipes.engine.core.platform.process_group import TIMEOUT  # noqa: E402
 from llmrecipes.engine.core.world import model_parallel  # noqa: E402
+from llmrecipes.engine.megatron.cuda_graphs import RecordedLayers  # noqa: E402
 from llmrecipes.engine.megatron.data_parallel import data_parallel, data_parallel_config  # noqa: E402
-from llmrecipes.engine.megatron.graphs import RecordedLayers  # noqa: E402
 from llmrecipes.engine.megatron.user_buffers import create_user_buffers  # noqa: E402
 from llmrecipes.errors import UserError  # noqa: E402
 from llmrecipes.hardware.cluster import DetectedGpu  # noqa: E402

@@ -11,7 +11,7 @@ import torch
 from llmrecipes.engine.core.model import attention_logits
 from llmrecipes.engine.core.model.attention import attention_mask
 from llmrecipes.engine.core.model.attention_logits import largest_logit
-from llmrecipes.engine.parts.histograms import BINS, HIGH, LOW, count, histogram
+from llmrecipes.engine.parts.gradient_histograms import BINS, HIGH, LOW, count, histogram
 
 
 def made(heads: int, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,7 +92,7 @@ def test_deterministic_runs_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_many_values_are_counted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmrecipes.engine.parts.histograms._MOST", 7)
+    monkeypatch.setattr("llmrecipes.engine.parts.gradient_histograms._MOST", 7)
     drawn = torch.randn(10, 10, generator=torch.Generator().manual_seed(1))
     row = torch.zeros(BINS, dtype=torch.float64)
     count(row, drawn.t())

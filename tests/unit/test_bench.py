@@ -20,7 +20,7 @@ from llmrecipes.engine.core.platform.cpu import CpuPlatform
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.profile import LINK_BYTES, Group, MeasuredLinks, Operation
-from llmrecipes.train.observers.profile import Kernel, kind_of, table
+from llmrecipes.train.observers.step_profile import Kernel, kind_of, table
 from llmrecipes.workflow.bench import sizes, write_profile
 from tests.engines.plain import Cpu, PlainBackend, PlainEngine
 from tests.helpers import tiny, tiny_on, write_recipe

@@ -164,7 +164,7 @@ def test_an_evaluation_is_a_mean_over_answers_of_all_batches() -> None:
 
 
 def test_packing_chooses_the_layers_that_keep_conversations_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmrecipes.engine.core.model.spec._transformer_engine_obstacle", lambda: None)
+    monkeypatch.setattr("llmrecipes.engine.core.model.layer_spec._transformer_engine_obstacle", lambda: None)
     assert built(tiny(data=CHAT)).implementation == "local"
 
 

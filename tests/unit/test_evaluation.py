@@ -56,7 +56,7 @@ from llmrecipes.plan.derive import derive
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking.events import TASKS_EVALUATED
 from llmrecipes.tracking.progress import Counted
-from llmrecipes.train.observers.tasks import TaskEvaluations
+from llmrecipes.train.observers.task_scores import TaskEvaluations
 from llmrecipes.workflow import evaluate
 from tests.helpers import ROOMY, built, tiny, tiny_on
 from tests.observing import observer

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llmrecipes.errors import ExitCode
-from llmrecipes.faults.memory import describe_oom, memory_hints, out_of_memory
+from llmrecipes.faults.out_of_memory import describe_oom, memory_hints, out_of_memory
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe
@@ -106,7 +106,7 @@ def test_pages_between_blocks_in_use_return_to_the_kernel() -> None:
     """In a process of its own, whose heap keeps all freed memory, as that of a CPU rank does."""
     code = """
 import ctypes, psutil
-from llmrecipes.faults.memory import trim_heap
+from llmrecipes.faults.out_of_memory import trim_heap
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 libc.mallopt(-4, 0), libc.mallopt(-1, 2**31 - 1)
@@ -128,7 +128,7 @@ print(before - resident())
 
 def test_main_memory_of_a_run_on_gpus_has_other_hints(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = DetectedGpu("NVIDIA H100 80GB HBM3", 79 * GIB, GIB, 989.4)
-    monkeypatch.setattr("llmrecipes.faults.memory.detect", lambda: Cluster((gpu,) * 2, 2, 8 * GIB, GIB, GIB))
+    monkeypatch.setattr("llmrecipes.faults.out_of_memory.detect", lambda: Cluster((gpu,) * 2, 2, 8 * GIB, GIB, GIB))
     error = out_of_memory(MemoryError(), recipe(), ranks=2, nodes=1)
     assert error is not None
     assert "data.num_workers=0" in error.fix

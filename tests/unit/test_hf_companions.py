@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 from llmrecipes.hf import tokenizer_files
-from llmrecipes.hf.generation import FILE, IDS, keep
+from llmrecipes.hf.generation_config import FILE, IDS, keep
 from llmrecipes.hf.tokenizer_files import CONFIG, write_companions
 from tests.helpers import tiny
 from tests.hf_models import CONFIGS

@@ -22,7 +22,7 @@ from llmrecipes.cli.app import run
 from llmrecipes.engine.core.checkpoint.loader import load
 from llmrecipes.engine.core.model.gpt import RecipeModel, build, construct
 from llmrecipes.engine.core.platform import select
-from llmrecipes.engine.core.weights import load_model, model_state
+from llmrecipes.engine.core.rank_weights import load_model, model_state
 from llmrecipes.engine.core.world import join
 from llmrecipes.engine.megatron.backend import MegatronBackend
 from llmrecipes.hf.family import family_of

@@ -16,7 +16,6 @@ from llmrecipes.cli import app as cli
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.slurm_words import gpus_of, limit_seconds
 from llmrecipes.launch.programs import tell
-from llmrecipes.launch.slurm.options import SlurmOptions, SlurmRequest
 from llmrecipes.launch.slurm.sbatch import (
     LONGEST,
     SHORTEST,
@@ -26,6 +25,7 @@ from llmrecipes.launch.slurm.sbatch import (
     prepare_command,
     script_text,
 )
+from llmrecipes.launch.slurm.slurm_options import SlurmOptions, SlurmRequest
 from llmrecipes.workflow.submit import plan_for
 from tests.refusals import refused, require_message
 

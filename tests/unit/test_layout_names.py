@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.former import ADAMW
 from llmrecipes.engine.base import Implementation, Progress
+from llmrecipes.plan.plan_table import rows
 from llmrecipes.plan.run_plan import derive_run
-from llmrecipes.plan.table import rows
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.variants.proxy import scaled
 from llmrecipes.train.summary import describe

@@ -20,7 +20,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from llmrecipes.engine.core.model.attention import SdpaCoreAttention
 from llmrecipes.engine.core.model.config import transformer_config
 from llmrecipes.engine.core.model.gpt import RecipeModel
-from llmrecipes.engine.core.model.spec import choose
+from llmrecipes.engine.core.model.layer_spec import choose
 from llmrecipes.hardware import builds
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe
@@ -166,7 +166,7 @@ def layers(implementation: str, precision: str = "bf16", **sections: Any) -> Rec
 def test_auto_takes_what_computes_as_the_recipe_says_and_was_tested(
     recipe: Recipe, chosen: str, word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmrecipes.engine.core.model.spec._transformer_engine_obstacle", lambda: None)
+    monkeypatch.setattr("llmrecipes.engine.core.model.layer_spec._transformer_engine_obstacle", lambda: None)
     implementation, reason = choose(recipe)
     assert implementation == chosen
     assert word in reason

@@ -12,7 +12,7 @@ from megatron.core.models.hybrid.hybrid_layer_allocation import parse_hybrid_pat
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from llmrecipes.engine.core.model.gpt import BuiltModel
-from llmrecipes.engine.core.model.spec import TorchNorm, _replace
+from llmrecipes.engine.core.model.layer_spec import TorchNorm, _replace
 from llmrecipes.recipe.derived.layer_pattern import layer_pattern
 from llmrecipes.recipe.schema import Recipe
 from tests.dist.table import VARIANTS, make

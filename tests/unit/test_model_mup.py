@@ -16,8 +16,8 @@ from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.engine.base import Progress
 from llmrecipes.engine.megatron.engine import MegatronEngine
+from llmrecipes.plan.plan_table import rows
 from llmrecipes.plan.run_plan import derive_run
-from llmrecipes.plan.table import rows
 from llmrecipes.recipe.derived.shape import mup
 from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.recipe.schema import Parallelism, Recipe

@@ -21,8 +21,8 @@ from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.nccl_log import fault, log_of, proving, read, shown
 from llmrecipes.hardware.nics import Port
 from llmrecipes.launch.environment import FABRIC, environment
-from llmrecipes.train import network
-from llmrecipes.train.network import NetworkReport, judge, report
+from llmrecipes.train import fabric_check
+from llmrecipes.train.fabric_check import NetworkReport, judge, report
 from tests.refusals import refused
 from tests.unit.test_clusters import plan_on
 
@@ -233,10 +233,10 @@ def test_adapters_of_another_link_layer_are_left_out(
         if text is None:
             monkeypatch.delenv(name)
     layers = {"mlx5_0": "InfiniBand", "mlx5_1": "Ethernet", "mlx5_3": "InfiniBand"}
-    network.leave_out_other_adapters([Port(f"{name}/1", "ACTIVE", 50, layer) for name, layer in layers.items()])
+    fabric_check.leave_out_other_adapters([Port(f"{name}/1", "ACTIVE", 50, layer) for name, layer in layers.items()])
     assert os.environ.get("NCCL_IB_HCA") == value
     monkeypatch.delenv("NCCL_IB_HCA", raising=False)
-    network.leave_out_other_adapters([Port("mlx5_0/1", "ACTIVE", 50, "InfiniBand")])
+    fabric_check.leave_out_other_adapters([Port("mlx5_0/1", "ACTIVE", 50, "InfiniBand")])
     assert "NCCL_IB_HCA" not in os.environ
 
 
@@ -267,8 +267,8 @@ def say(text: str) -> None:
 def test_nothing_is_proven_without_a_fabric(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FABRIC, raising=False)
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    with network.nccl_output() as output:
-        assert network.require_fabric(world("gloo"), output, allow_socket=False) is None
+    with fabric_check.nccl_output() as output:
+        assert fabric_check.require_fabric(world("gloo"), output, allow_socket=False) is None
         assert os.environ["NCCL_DEBUG"] == "WARN"
 
 
@@ -278,17 +278,20 @@ def test_ranks_prove_their_network_at_the_start(
 ) -> None:
     """A site that exports WARN is not refused: INFO goes to a file, WARN is what is seen."""
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    with refused("network", rule="inter_node.kind"), network.nccl_output() as output:
-        network.require_fabric(world("gloo"), output, allow_socket=False)
-    with network.nccl_output() as output:
+    with refused("network", rule="inter_node.kind"), fabric_check.nccl_output() as output:
+        fabric_check.require_fabric(world("gloo"), output, allow_socket=False)
+    with fabric_check.nccl_output() as output:
         assert output is not None
-        assert network.require_fabric(world("gloo"), output, allow_socket=True) == "sockets (gloo) on 1 nodes"
-    with network.nccl_output() as output:
+        assert fabric_check.require_fabric(world("gloo"), output, allow_socket=True) == "sockets (gloo) on 1 nodes"
+    with fabric_check.nccl_output() as output:
         assert output is not None
         assert (os.environ["NCCL_DEBUG"], os.environ["NCCL_DEBUG_SUBSYS"]) == ("INFO", "INIT,NET")
         capsys.readouterr()
         say(f"{INFINIBAND}{WARNING}\nhalf a li")
-        assert network.require_fabric(world("nccl"), output, allow_socket=False) == "IB with GPUDirect RDMA on 1 nodes"
+        assert (
+            fabric_check.require_fabric(world("nccl"), output, allow_socket=False)
+            == "IB with GPUDirect RDMA on 1 nodes"
+        )
         assert os.environ["NCCL_DEBUG"] == "WARN" and "NCCL_DEBUG_FILE" not in os.environ
     assert capsys.readouterr().out == f"{WARNING}\n"
     assert len(list(tmp_path.iterdir())) == 1  # of the refused one
@@ -297,11 +300,11 @@ def test_ranks_prove_their_network_at_the_start(
 @pytest.mark.usefixtures("fabric")
 def test_warnings_are_shown_while_the_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Such as those of NCCL's asynchronous InfiniBand events, where the user wants them."""
-    monkeypatch.setattr(network, "SECONDS", 0.01)
+    monkeypatch.setattr(fabric_check, "SECONDS", 0.01)
     monkeypatch.setenv("NCCL_DEBUG_FILE", f"{tmp_path}/mine-%p")
     os.mkfifo(tmp_path / f"mine-{os.getpid()}")
     reader = os.open(tmp_path / f"mine-{os.getpid()}", os.O_RDWR)
-    with network.nccl_output() as output:
+    with fabric_check.nccl_output() as output:
         assert output is not None and os.environ["NCCL_DEBUG_FILE"] == str(output.path)
         say(f"{INFINIBAND}{WARNING}\n")
         assert os.read(reader, 1000).decode() == f"{WARNING}\n"  # waits for the thread
@@ -310,9 +313,9 @@ def test_warnings_are_shown_while_the_run_goes_on(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("fabric")
 def test_after_an_error_nccls_warnings_come_first_and_its_log_stays(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RuntimeError), network.nccl_output() as output:
+    with pytest.raises(RuntimeError), fabric_check.nccl_output() as output:
         assert output is not None
-        with network.report_on_error(output):
+        with fabric_check.report_on_error(output):
             say(f"{INFINIBAND}{WARNING}\n")
             raise RuntimeError("NCCL error")
     assert output is not None
@@ -324,7 +327,7 @@ def test_after_an_error_nccls_warnings_come_first_and_its_log_stays(capsys: pyte
 @pytest.mark.usefixtures("fabric")
 def test_a_node_without_room_for_the_log_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
-    with refused("TMPDIR", rule=str(tmp_path / "none")), network.nccl_output():
+    with refused("TMPDIR", rule=str(tmp_path / "none")), fabric_check.nccl_output():
         pass
 
 

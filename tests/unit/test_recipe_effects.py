@@ -61,13 +61,13 @@ from llmrecipes.tracking.events import NoTracker
 from llmrecipes.train import evaluations, loaders, worker
 from llmrecipes.train.guard import require_right_gradients
 from llmrecipes.train.loaders import DataLoaders
-from llmrecipes.train.local import open_local
+from llmrecipes.train.local_checkpoints import open_local
 from llmrecipes.train.loop import Loop
 from llmrecipes.train.observers import telemetry
 from llmrecipes.train.observers.exports import Exports
 from llmrecipes.train.observers.garbage import GarbageCollection
 from llmrecipes.train.observers.hangs import limits as watch_limits
-from llmrecipes.train.observers.tasks import TaskEvaluations
+from llmrecipes.train.observers.task_scores import TaskEvaluations
 from llmrecipes.train.observers.telemetry import Telemetry
 from llmrecipes.train.resume import Start, initial_weights
 from llmrecipes.train.rewind import Rewind, Rewinds
@@ -389,7 +389,7 @@ def saver(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("llmrecipes.train.stage.AsyncSaver", recorder)
     for name in ("checkpoint.saver.saver_group", "checkpoint.saver.claim"):
         monkeypatch.setattr(f"llmrecipes.{name}", lambda *_: None)
-    monkeypatch.setattr("llmrecipes.train.local.choose", lambda *_, **__: Start(None))
+    monkeypatch.setattr("llmrecipes.train.local_checkpoints.choose", lambda *_, **__: Start(None))
     engine = SimpleNamespace(recipe=recipe, close=lambda: None, checkpoint_format=lambda: None)
     backend = SimpleNamespace(
         platform=lambda _: SimpleNamespace(name="cpu"),

@@ -18,10 +18,10 @@ from llmrecipes.hardware.cluster import DetectedGpu
 from llmrecipes.launch.environment import gpu_variables
 from llmrecipes.plan.check import check_run as check_plan
 from llmrecipes.plan.derive import default_world_size, derive
+from llmrecipes.plan.plan_table import rows
 from llmrecipes.plan.run_plan import derive_run
 from llmrecipes.plan.speed.forecast import forecast, forecast_run
 from llmrecipes.plan.speed.search import fastest
-from llmrecipes.plan.table import rows
 from llmrecipes.recipe.derived.batch_schedule import batch_schedule, samples_of, tokens_of
 from llmrecipes.recipe.derived.degrees import elastic_worlds, least_ranks
 from llmrecipes.recipe.derived.stage_runs import as_run, stage_named, stage_of, stage_recipes

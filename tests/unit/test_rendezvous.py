@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmrecipes.engine.core.platform.rendezvous import TIMEOUT, connect
+from llmrecipes.engine.core.platform.process_group import TIMEOUT, connect
 from llmrecipes.launch.ranks import Rank
 from tests.refusals import refused
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from llmrecipes.engine.base import Batch
-from llmrecipes.engine.parts.balance import RouterBalance
+from llmrecipes.engine.parts.router_balance import RouterBalance
 from llmrecipes.recipe.schema import Recipe
 from tests.helpers import engine_of
 from tests.unit.balance_worker import SEQUENCE, VOCABULARY, moe_recipe

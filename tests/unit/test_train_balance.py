@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
 from llmrecipes.engine.base import Progress
-from llmrecipes.engine.parts.balance import RouterBalance
+from llmrecipes.engine.parts.router_balance import RouterBalance
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.train.loaders import DataLoaders
 from llmrecipes.train.loop import Loop

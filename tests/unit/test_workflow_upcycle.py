@@ -14,7 +14,7 @@ from llmrecipes.cli.app import run
 from llmrecipes.engine.core.checkpoint.loader import load
 from llmrecipes.engine.core.model.gpt import build
 from llmrecipes.engine.core.platform import select
-from llmrecipes.engine.core.weights import load_model, model_state
+from llmrecipes.engine.core.rank_weights import load_model, model_state
 from llmrecipes.engine.core.world import join
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.launch.run_options import RunOptions

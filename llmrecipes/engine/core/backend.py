@@ -21,9 +21,9 @@ from llmrecipes.engine.core.importance import measure
 from llmrecipes.engine.core.model.fake_quantize import renew_rounded
 from llmrecipes.engine.core.model.gpt import BuiltModel, build, construct, software
 from llmrecipes.engine.core.platform import select
+from llmrecipes.engine.core.rank_weights import load_model, model_state
 from llmrecipes.engine.core.score import GPTScorer
 from llmrecipes.engine.core.sparsegpt import sparsify
-from llmrecipes.engine.core.weights import load_model, model_state
 from llmrecipes.engine.meters import Importance, Sparsified
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.hardware.profile import Group

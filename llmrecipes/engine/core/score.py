@@ -13,10 +13,10 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from llmrecipes.engine.base import Batch, Platform, Scores
-from llmrecipes.engine.core.accuracy import likeliest
 from llmrecipes.engine.core.generation import evaluating, without_plans
 from llmrecipes.engine.core.model.attention import own_chunks
 from llmrecipes.engine.core.model.gpt import RecipeModel
+from llmrecipes.engine.core.token_accuracy import likeliest
 from llmrecipes.engine.sampling import Sampling, draw
 from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import Plan

@@ -12,7 +12,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from llmrecipes.engine.base import Platform, Rank, World
 from llmrecipes.engine.core.platform import patching
-from llmrecipes.engine.core.platform.rendezvous import TIMEOUT
+from llmrecipes.engine.core.platform.process_group import TIMEOUT
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.profile import Group
 from llmrecipes.recipe.schema import Parallelism

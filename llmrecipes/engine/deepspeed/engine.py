@@ -32,9 +32,9 @@ from llmrecipes.engine.core.masters import OwnGradient
 from llmrecipes.engine.core.model.attention import masks
 from llmrecipes.engine.core.model.gpt import BuiltModel
 from llmrecipes.engine.core.model.init import slice_of
+from llmrecipes.engine.core.rank_weights import weight_slices
 from llmrecipes.engine.core.score import GPTScorer
 from llmrecipes.engine.core.update import increment, is_summed, mean_over_tokens, scheduler
-from llmrecipes.engine.core.weights import weight_slices
 from llmrecipes.engine.deepspeed import state
 from llmrecipes.engine.deepspeed.build import accepted, optimizer, zero
 from llmrecipes.engine.deepspeed.configuration import deepspeed_config

@@ -17,8 +17,8 @@ from llmrecipes.engine.base import Progress
 from llmrecipes.engine.core.checkpoint.loader import load, read_index, rehearse
 from llmrecipes.engine.core.checkpoint.slices import OptimizerSlice
 from llmrecipes.engine.core.random_states import load_random_states, same_random_states, sharded_random_states
+from llmrecipes.engine.core.rank_weights import load_model, model_state
 from llmrecipes.engine.core.update import load_schedule
-from llmrecipes.engine.core.weights import load_model, model_state
 from llmrecipes.engine.deepspeed.build import zero
 from llmrecipes.engine.deepspeed.partition import drop_second_copy, other_state, own_partition
 

@@ -11,7 +11,7 @@ from llmrecipes.engine.base import Platform, WeightSource
 from llmrecipes.engine.core.backend import CoreBackend, loaded, to_be_loaded
 from llmrecipes.engine.core.model.gpt import RecipeModel, build, construct
 from llmrecipes.engine.megatron.engine import MegatronEngine
-from llmrecipes.engine.megatron.precompute import ReferenceLogProbs, TeacherLogits
+from llmrecipes.engine.megatron.stored_passes import ReferenceLogProbs, TeacherLogits
 from llmrecipes.plan.derive import Plan
 
 

@@ -39,13 +39,13 @@ from llmrecipes.engine.core.model.attention import apart, own_chunks, prediction
 from llmrecipes.engine.core.model.fake_quantize import renew_rounded, rounded
 from llmrecipes.engine.core.model.gpt import BuiltModel, RecipeModel
 from llmrecipes.engine.core.platform import patching
+from llmrecipes.engine.core.rank_weights import gradient_slices, named_tensors, weight_slices
 from llmrecipes.engine.core.rerun import RerunState, announced, is_finite, is_update, kept
 from llmrecipes.engine.core.score import GPTScorer
 from llmrecipes.engine.core.update import mean_over_tokens, scheduler, sum_over_tokens
-from llmrecipes.engine.core.weights import gradient_slices, named_tensors, weight_slices
 from llmrecipes.engine.megatron import state
+from llmrecipes.engine.megatron.cuda_graphs import RecordedLayers
 from llmrecipes.engine.megatron.data_parallel import data_parallel
-from llmrecipes.engine.megatron.graphs import RecordedLayers
 from llmrecipes.engine.megatron.optimizer import create_optimizer
 from llmrecipes.engine.megatron.user_buffers import create_user_buffers, destroy_user_buffers
 from llmrecipes.engine.meters import ReplicaFault

@@ -39,8 +39,8 @@ from llmrecipes.engine.core.checkpoint.slices import (
 from llmrecipes.engine.core.masters import main_parameters, own_ranges
 from llmrecipes.engine.core.model.init import global_name, whole_name
 from llmrecipes.engine.core.random_states import load_random_states, same_random_states, sharded_random_states
+from llmrecipes.engine.core.rank_weights import saved_states
 from llmrecipes.engine.core.update import load_schedule
-from llmrecipes.engine.core.weights import saved_states
 from llmrecipes.recipe.derived.freezing import is_frozen, patterns_of
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from llmrecipes.engine.base import Batch
-from llmrecipes.engine.core.accuracy import TokenAccuracy
+from llmrecipes.engine.core.token_accuracy import TokenAccuracy
 from llmrecipes.engine.parts.base import Agreed, Part, Step
 from llmrecipes.tracking.events import is_measured
 

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from llmrecipes.engine.base import Batch, Platform, Progress
 from llmrecipes.engine.core.model.gpt import RecipeModel
 from llmrecipes.engine.parts.base import Agreed, Part, Step
-from llmrecipes.engine.parts.frozen import FrozenModel
+from llmrecipes.engine.parts.frozen_passes import FrozenModel
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.frozen import teacher_plan
 from llmrecipes.recipe.rules.distill_rules import section

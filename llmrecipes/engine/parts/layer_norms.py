@@ -26,7 +26,7 @@ from llmrecipes.engine.core.model.gpt import RecipeModel
 from llmrecipes.engine.core.update import gradient, parts
 from llmrecipes.engine.meters import LayerMeasurements
 from llmrecipes.engine.parts.base import Agreed, Part, Step
-from llmrecipes.engine.parts.histograms import BINS, count, histogram
+from llmrecipes.engine.parts.gradient_histograms import BINS, count, histogram
 from llmrecipes.tracking.events import is_sampled
 
 KINDS = {

@@ -24,7 +24,7 @@ from llmrecipes.engine.base import Batch, WeightSource
 from llmrecipes.engine.core.model.gpt import RecipeModel
 from llmrecipes.engine.core.model.lora import adapters
 from llmrecipes.engine.parts.base import Agreed, Part, Step, Summed
-from llmrecipes.engine.parts.frozen import FrozenModel
+from llmrecipes.engine.parts.frozen_passes import FrozenModel
 from llmrecipes.plan.frozen import reference_plan
 from llmrecipes.recipe.rules.preference_rules import has_reference, has_second_model
 from llmrecipes.recipe.sections.preference_section import Dpo

@@ -18,8 +18,8 @@ from llmrecipes.launch.job import Job
 from llmrecipes.launch.launcher_options import SLURM, fields, options_of
 from llmrecipes.launch.programs import SchedulerUnavailable, ask, require_program, run, tell
 from llmrecipes.launch.slurm import partitions
-from llmrecipes.launch.slurm.options import SlurmOptions, SlurmRequest, value_of
 from llmrecipes.launch.slurm.sbatch import after, command, notice, prepare_command, script_text
+from llmrecipes.launch.slurm.slurm_options import SlurmOptions, SlurmRequest, value_of
 from llmrecipes.runfiles import RunFiles
 
 DRY_RUN = "--dry-run prints the command"

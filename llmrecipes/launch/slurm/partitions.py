@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.slurm_words import limit_seconds
 from llmrecipes.launch.programs import SchedulerUnavailable, ask
-from llmrecipes.launch.slurm.options import require_time
+from llmrecipes.launch.slurm.slurm_options import require_time
 
 logger = logging.getLogger(__name__)
 UNLIMITED = "UNLIMITED"

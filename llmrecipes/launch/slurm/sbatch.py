@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmrecipes.hardware.profile import Profile, Slurm
-from llmrecipes.launch.slurm.options import SlurmOptions, SlurmRequest, check
+from llmrecipes.launch.slurm.slurm_options import SlurmOptions, SlurmRequest, check
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.run_plan import RunPlan
 from llmrecipes.recipe.derived.degrees import elastic_nodes

@@ -14,12 +14,12 @@ from llmrecipes.plan.kernels import recomputed_layers
 from llmrecipes.plan.memory import Memory, of_stage
 from llmrecipes.plan.muon import products
 from llmrecipes.plan.parameters import count_rounded_on_rank
+from llmrecipes.plan.plan_table import stage_facts
 from llmrecipes.plan.run_plan import RunPlan
 from llmrecipes.plan.speed.device import Device, SpeedUnknownError, Stack, device, kernels_on, stack, stack_of
 from llmrecipes.plan.speed.saving import Saving, as_dict, saving
 from llmrecipes.plan.speed.step import StepTime, forward_seconds, predict, with_attack
 from llmrecipes.plan.speed.work import Work, product
-from llmrecipes.plan.table import stage_facts
 from llmrecipes.recipe.engines import DEEPSPEED, engine_name
 from llmrecipes.recipe.rules.distill_rules import has_teacher
 from llmrecipes.recipe.rules.preference_rules import has_reference

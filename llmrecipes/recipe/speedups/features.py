@@ -28,7 +28,7 @@ GC_INTERVAL = 100
 
 @dataclass(frozen=True)
 class SpeedTarget:
-    """What decides on features besides the recipe: as expected of a machine (`plan.features`), or as a rank has it.
+    """What decides on features besides the recipe: as a plan expects of a machine, or as a rank has it.
 
     Attributes:
         device: of the ranks.

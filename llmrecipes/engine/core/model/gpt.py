@@ -16,14 +16,14 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from llmrecipes.engine.base import WeightSource
-from llmrecipes.engine.core.accuracy import TokenAccuracy
 from llmrecipes.engine.core.checkpoint.slices import other_state
 from llmrecipes.engine.core.model import dropout
 from llmrecipes.engine.core.model.config import transformer_config
 from llmrecipes.engine.core.model.dropout import Masks
 from llmrecipes.engine.core.model.fake_quantize import FakeQuantizer
-from llmrecipes.engine.core.model.freezing import freeze
+from llmrecipes.engine.core.model.frozen_parameters import freeze
 from llmrecipes.engine.core.model.init import buffers, fill, initialise, parameter_slices
+from llmrecipes.engine.core.model.layer_spec import choose, stack_spec
 from llmrecipes.engine.core.model.lora import ADAPTER, insert
 from llmrecipes.engine.core.model.loss import (
     Chunking,
@@ -34,8 +34,8 @@ from llmrecipes.engine.core.model.loss import (
     losses_of_logits,
 )
 from llmrecipes.engine.core.model.schedule_plan import ScheduledModel
-from llmrecipes.engine.core.model.spec import choose, stack_spec
 from llmrecipes.engine.core.platform import Platform
+from llmrecipes.engine.core.token_accuracy import TokenAccuracy
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.builds import compiler_obstacle, transformer_engine_version
 from llmrecipes.plan.derive import Plan, gpu_memory, with_chunks

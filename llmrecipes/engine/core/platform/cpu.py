@@ -27,7 +27,7 @@ import torch
 
 from llmrecipes.engine.core.platform.gloo import share_device
 from llmrecipes.engine.core.platform.patching import replace, resolve
-from llmrecipes.engine.core.platform.rendezvous import connect
+from llmrecipes.engine.core.platform.process_group import connect
 from llmrecipes.engine.core.platform.substitutes import install_substitutes
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch
 
-from llmrecipes.engine.core.platform.rendezvous import connect
+from llmrecipes.engine.core.platform.process_group import connect
 from llmrecipes.engine.core.platform.substitutes import install_substitutes
 
 

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llmrecipes.engine.core.platform.cpu import patch_cuda
-from llmrecipes.engine.core.platform.kernels import install_kernels, install_routing
+from llmrecipes.engine.core.platform.meta_kernels import install_kernels, install_routing
 from llmrecipes.engine.core.platform.patching import replace, resolve
 from llmrecipes.engine.core.platform.substitutes import install_substitutes
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+from llmrecipes.engine.core.model.layer_spec import LatentAttention, PlainQueries
 from llmrecipes.engine.core.model.loss import CompiledLossKernels
-from llmrecipes.engine.core.model.spec import LatentAttention, PlainQueries
 from llmrecipes.engine.core.platform.patching import replace, resolve
 
 _FUNCTIONAL, _ATTENTION = "torch.nn.functional", "llmrecipes.engine.core.model.attention"
@@ -31,7 +31,7 @@ _REPLACED = (
     (_FUNCTIONAL, "rms_norm"),
     (f"{_ATTENTION}.SdpaCoreAttention", "_attend_over_context"),
     (_LATENT, "TELinear"),
-    ("llmrecipes.engine.core.model.spec", "_use_ours"),
+    ("llmrecipes.engine.core.model.layer_spec", "_use_ours"),
     ("megatron.core.transformer.transformer_layer.TransformerLayer", "__init__"),
     (_SWIGLU, "swiglu"),
     (_SWIGLU, "bias_swiglu"),

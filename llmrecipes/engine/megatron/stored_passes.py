@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 
 from llmrecipes.engine.base import Batch, Platform
 from llmrecipes.engine.core.model.attention import own_chunks
-from llmrecipes.engine.parts.frozen import FrozenModel
+from llmrecipes.engine.parts.frozen_passes import FrozenModel
 from llmrecipes.engine.parts.preference import find_answers
 from llmrecipes.plan.derive import Plan
 
