@@ -16,8 +16,8 @@ from llmrecipes.recipe.load import load, names, recipes_dir
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*/*.md")))
 REPEATABLE = re.compile(
-    r"llmrecipes (list$|clusters$|layout .*--cluster|show .*--plan.*--cluster|"
-    r"submit (?!.*--to k8s).*--cluster .*--dry-run)"
+    r"llmrecipes (list$|clusters$|plan (?!.*--(search|what-if|scaling-curve)).*--cluster|"
+    r"submit (?!.*--to (k8s|skypilot)).*--cluster .*--dry-run)"
 )
 """Commands whose output depends neither on this machine nor on earlier ones; Kubernetes' objects have golden files."""
 ABSOLUTE = re.compile(r"(^|[ =])/")
@@ -29,7 +29,9 @@ def samples() -> list[tuple[str, str, list[str]]]:
     """Page, command and printed lines of every sample of such a command."""
     found = []
     for page in PAGES:
-        for block in re.findall(r"^```(?:console)?\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL):
+        for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL):
+            if language not in ("", "console"):
+                continue
             for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
                 command, *printed = part.splitlines()
                 command = command.partition("  #")[0].strip()
