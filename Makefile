@@ -142,8 +142,8 @@ test-llama-cpp: setup ## read GGUF with llama.cpp itself: LLAMA_CPP=DIR, from pi
 test-vllm: setup-vllm ## serve runs with vLLM itself on the CPU
 	@$(PYTEST) -n0 -rs -m vllm tests/unit/test_serve_vllm.py
 
-test-ray: setup ## prepare data on two Ray nodes, of which one is lost: RAY=DIR, from pip install --target DIR --no-deps -r requirements/ray.txt
-	@PYTHONPATH="$$RAY" $(PYTEST) -n0 -rs -m ray tests/unit/test_data_ray.py
+test-ray: setup ## prepare data on two Ray nodes, of which one is lost, and in a Slurm job: RAY=DIR, from pip install --target DIR --no-deps -r requirements/ray.txt
+	@PYTHONPATH="$$RAY" $(PYTEST) -n0 -rs -m ray tests/unit/test_data_ray.py tests/system/slurm/test_jobs.py
 
 # DIR has etcd, kube-apiserver and kube-controller-manager, which no package index has: dl.k8s.io.
 test-kubernetes: setup ## run the tests against Kubernetes' control plane: KUBERNETES=DIR

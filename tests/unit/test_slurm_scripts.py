@@ -525,7 +525,8 @@ def test_nodes_that_prepare_are_a_ray_cluster_of_the_job(lab: Lab) -> None:
 PREPARES = """
 case "$*" in
     *" health-check "*) exec test -e "$LAB/first";;
-    *" --head "*) touch "$LAB/first"; trap 'touch "$LAB/ended"; exit 1' TERM; while :; do sleep 0.1; done;;
+    *" --head "*) echo >> "$LAB/starts"; [ "$(wc -l < "$LAB/starts")" -gt "$COLD" ] || exit 1
+        touch "$LAB/first"; trap 'touch "$LAB/ended"; exit 1' TERM; while :; do sleep 0.1; done;;
     *" start "*) test -e "$LAB/first" && touch "$LAB/joined"; exit 1;;
     *" --on ray "*) [ -n "$RAY_AUTH_TOKEN" ] && [ "$RAY_AUTH_MODE" = token ] || exit 9
         until [ -e "$LAB/joined" ]; do sleep 0.1; done; exit 5;;
@@ -533,14 +534,15 @@ esac
 """
 
 
-def test_the_first_node_prepares_when_its_ray_is_ready_and_ends_it(lab: Lab) -> None:
-    """A node that comes too early tries again."""
+@pytest.mark.parametrize(("cold", "code"), [("0", 5), ("4", 5), ("5", 1)])
+def test_the_first_node_prepares_when_its_ray_is_ready_and_ends_it(lab: Lab, cold: str, code: int) -> None:
+    """A node that comes too early tries again; one whose agents start too slowly, the first times, starts again."""
     program(lab.programs, "srun", 'while [ "${1#-}" != "$1" ]; do shift; done; exec "$@"')
     program(lab.programs, "sleep", "exec /usr/bin/sleep 0.1")
     program(lab.programs, "python", PREPARES)
-    ended = lab.run("prepare.sbatch", "--python", str(lab.programs / "python"), "x")
-    assert ended.code == 5, ended.said
-    assert (lab.folder / "ended").exists()
+    ended = lab.run("prepare.sbatch", "--python", str(lab.programs / "python"), "x", COLD=cold)
+    assert ended.code == code, ended.said
+    assert (lab.folder / "ended").exists() is (code == 5)
 
 
 # The prolog

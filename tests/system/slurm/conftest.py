@@ -137,11 +137,11 @@ class Site:
         program.chmod(0o755)
         return str(program)
 
-    def sbatch(self, *arguments: str, code: int = 0) -> str:
+    def sbatch(self, *arguments: str, code: int = 0, **variables: str) -> str:
         """Run sbatch by hand; returns what it printed."""
         done = subprocess.run(
-            ["sbatch", *arguments], env=self.variables, cwd=self.folder, capture_output=True, text=True, timeout=240,
-            check=False,
+            ["sbatch", *arguments], env={**self.variables, **variables}, cwd=self.folder, capture_output=True,
+            text=True, timeout=240, check=False,
         )  # fmt: skip
         assert done.returncode == code, done.stdout + done.stderr
         return (done.stdout + done.stderr).strip()

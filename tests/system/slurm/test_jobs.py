@@ -6,10 +6,12 @@ import json
 import shlex
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from llmrecipes.data.prepare import prepare
 from llmrecipes.launch.slurm.sbatch import after
 from llmrecipes.recipe.schema import Recipe
 from tests.helpers import ROOT, train_lines, write_recipe
@@ -115,6 +117,25 @@ def test_a_run_waits_for_the_job_that_tokenizes(site: Site, recipe: Recipe) -> N
     assert list(data.glob("*/manifest.json"))
     assert len(train_lines(site.folder / f"runs/{recipe.name}/slurm-{job}")) == 5
     assert "documents" not in (site.folder / f"llmrecipes-{job}.out").read_text()
+
+
+@pytest.mark.ray
+@pytest.mark.skipif(find_spec("ray") is None, reason="ray is missing: make test-ray RAY=DIR")
+def test_a_job_of_two_nodes_is_a_ray_cluster_that_prepares(site: Site, recipe: Recipe, tmp_path: Path) -> None:
+    expected = prepare(recipe, tmp_path / "one", workers=1).path
+    data = site.folder / "two"
+    nodes = ("--nodes=2", "--cpus-per-task=1", "--time=5")
+    words = ("--python", sys.executable, "--data-dir", str(data), write_recipe(recipe, site.folder))
+    ray = f"{ROOT}:{Path(str(find_spec('ray').origin)).parents[1]}"  # type: ignore[union-attr]
+    job = site.sbatch("--parsable", *nodes, PREPARE, *words, PYTHONPATH=ray)
+    site.lab.wait(job, "COMPLETED", timeout=600)  # Ray starts slowly on a busy machine
+    (found,) = (path.parent for path in data.glob("*/manifest.json"))
+    assert found.name == expected.name
+    names = [path.name for path in expected.iterdir() if path.is_file() and path.name[0] != "."]
+    assert [name for name in names if (found / name).read_bytes() != (expected / name).read_bytes()] == []
+    said = (site.folder / f"llmrecipes-prepare-{job}.out").read_text()
+    addresses = {line.rpartition(":")[2] for line in said.splitlines() if "Local node IP" in line}
+    assert len(addresses) == 2, said  # a node of Ray on each
 
 
 def test_in_a_container(site: Site, recipe: Recipe, pyxis: Path | None) -> None:
