@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from benchmarks.former import FORMER
-from llmrecipes.dryrun.spec import DryRunSpec, RankReport
+from llmrecipes.dryrun.dry_run_spec import DryRunSpec, RankReport
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.machine import planned
 from llmrecipes.plan.derive import Plan, derive

@@ -79,7 +79,7 @@ def report_run(
         UserError: no run, more than six, no such run or profile, or the page cannot be written.
     """
     from llmrecipes.hardware.load import load_profile
-    from llmrecipes.report.comparison import write
+    from llmrecipes.report.comparison_page import write
     from llmrecipes.rundir import Run as RunDirectory
 
     if not runs:

@@ -1,7 +1,7 @@
 """Options that are declared once: the fields of a model that have an `Option`.
 
-The command line shows them (`cli/options.py`), and the Python API takes them by the names of the fields. A model is a
-dataclass, or a pydantic model where types must be checked.
+The command line shows them (`cli/shared_options.py`), and the Python API takes them by the names of the fields. A model
+is a dataclass, or a pydantic model where types must be checked.
 """
 
 from __future__ import annotations

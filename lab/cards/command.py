@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from llmrecipes.cli import completion
-from llmrecipes.cli.options import RUNS, JsonOption, RunsOption
+from llmrecipes.cli.shared_options import RUNS, JsonOption, RunsOption
 from llmrecipes.errors import UserError
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from lab.gpu_report.report import Row
 from llmrecipes.bench.measure import random_tokens
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
-from llmrecipes.dryrun.spec import DryRunSpec, RankReport, report_name
+from llmrecipes.dryrun.dry_run_spec import DryRunSpec, RankReport, report_name
 from llmrecipes.engine.backends import backend
 from llmrecipes.engine.base import Engine, Progress
 from llmrecipes.hardware.cluster import detect

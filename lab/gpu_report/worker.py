@@ -21,8 +21,8 @@ from lab.gpu_report.report import Row, read
 from lab.gpu_report.rivals import RIVALS
 from llmrecipes.bench.measure import SIZE, measure_ranks, random_tokens
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
+from llmrecipes.dryrun.dry_run_spec import DryRunSpec
 from llmrecipes.dryrun.simulation import dry_run
-from llmrecipes.dryrun.spec import DryRunSpec
 from llmrecipes.engine.backends import backend
 from llmrecipes.engine.base import Progress
 from llmrecipes.errors import UserError

@@ -8,7 +8,15 @@ from typing import Annotated
 
 import typer
 
-from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, OverridesArgument, RecipeArgument, RunsOption
+from llmrecipes.cli.shared_options import (
+    DATA,
+    RUNS,
+    DataOption,
+    JsonOption,
+    OverridesArgument,
+    RecipeArgument,
+    RunsOption,
+)
 from llmrecipes.cli.tables import TextTable, show
 from llmrecipes.console import setup_logging
 from llmrecipes.errors import ExitCode

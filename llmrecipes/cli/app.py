@@ -23,7 +23,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from llmrecipes import __version__
 from llmrecipes.cli import completion
-from llmrecipes.cli.options import expanded
+from llmrecipes.cli.shared_options import expanded
 from llmrecipes.commandline import PROGRAM
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StoppedEarly
@@ -47,21 +47,21 @@ SECTIONS: dict[str, dict[str, str]] = {
         "new": "recipes.new",
         "plan": "plan.plan",
         "train": "training.train",
-        "report": "report.report",
+        "report": "reporting.report",
         "export": "models.export",
-        "submit": "submit.submit",
+        "submit": "submitting.submit",
     },
     "Recipes": {
         "list": "recipes.list_recipes",
         "show": "recipes.show",
-        "dryrun": "dryrun.dryrun",
+        "dryrun": "dry_running.dryrun",
         "schema": "recipes.schema",
     },
     "Training": {
         "prepare": "training.prepare",
         "data": "data.app",
         "precompute": "precomputing.precompute",
-        "search": "search.search",
+        "search": "searching.search",
         "lr-range": "training.lr_range",
         "smoke": "training.smoke",
         "verify": "training.verify",
@@ -77,7 +77,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "merge": "merging.merge",
         "quantize": "quantizing.quantize",
         "generate": "runs.generate",
-        "eval": "evaluate.evaluate",
+        "eval": "evaluating.evaluate",
         "serve": "serving.serve",
     },
     "Runs": {
@@ -90,9 +90,9 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "Clusters": {
         "clusters": "recipes.clusters",
-        "cancel": "submit.cancel",
+        "cancel": "submitting.cancel",
         "doctor": "doctor.doctor",
-        "bench": "bench.app",
+        "bench": "benchmarking.app",
     },
     "Tools": {
         "completion": "completion.completion",

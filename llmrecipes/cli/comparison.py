@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmrecipes.cli import completion, tables
-from llmrecipes.cli.options import RUNS, JsonOption, RunsOption
+from llmrecipes.cli.shared_options import RUNS, JsonOption, RunsOption
 from llmrecipes.cli.tables import TextTable
 from llmrecipes.console import number
 from llmrecipes.errors import UserError

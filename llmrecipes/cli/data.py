@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from llmrecipes.cli.options import DATA, DataOption, JsonOption, OverridesArgument, RecipeArgument
+from llmrecipes.cli.shared_options import DATA, DataOption, JsonOption, OverridesArgument, RecipeArgument
 from llmrecipes.cli.tables import TextTable
 from llmrecipes.cli.tables import show as print_parts
 from llmrecipes.data.steps.split import SPLITS, Split
@@ -110,11 +110,11 @@ def stats(
     prepared = open_prepared(loaded, data_dir)
     statistics = overview.stats(prepared)
     if html is not None:
-        from llmrecipes.report import build, data_page
+        from llmrecipes.report import data_page, run_page
 
         languages, domains = overview.languages(prepared), overview.domains(loaded.data.sources)
         statistics = replace(statistics, languages=languages, domains=domains)
-        build.write(html, data_page.page(loaded.name, prepared, statistics))
+        run_page.write(html, data_page.page(loaded.name, prepared, statistics))
     if as_json:
         sources = [asdict(source) | {"bytes_per_token": source.bytes_per_token} for source in statistics.sources]
         print(json.dumps({"path": str(prepared.path), **asdict(statistics), "sources": sources}, indent=1))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmrecipes.cli import completion
-from llmrecipes.cli.options import (
+from llmrecipes.cli.shared_options import (
     DATA,
     RUNS,
     DataOption,
@@ -23,7 +23,7 @@ from llmrecipes.cli.options import (
     RunsOption,
     site_option,
 )
-from llmrecipes.doctor.finding import Finding, bad_nodes
+from llmrecipes.doctor.check_result import Finding, bad_nodes
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.launch.ranks import FIRST_PORT, port_of
 from llmrecipes.launch.rendezvous import job_hosts, own_number
@@ -85,9 +85,9 @@ def doctor(
     data_dir: DataOption = DATA,
 ) -> int:
     """Check a node, or all nodes of a job, and suggest fixes."""
+    from llmrecipes.doctor.doctor_log import keep
     from llmrecipes.doctor.examine import DoctorContext, examine
     from llmrecipes.doctor.nodes import GatheredFindings, NodeRendezvous, compared, meet
-    from llmrecipes.doctor.record import keep
     from llmrecipes.hardware.load import load_profile
     from llmrecipes.launch.rendezvous import token_of
     from llmrecipes.plan.parameters import count

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmrecipes.cli import completion
-from llmrecipes.cli.options import RUNS, JsonOption, NewRunIdOption, OverridesArgument, RunsOption, with_options
+from llmrecipes.cli.shared_options import RUNS, JsonOption, NewRunIdOption, OverridesArgument, RunsOption, with_options
 from llmrecipes.faults.signals import early_signals
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmrecipes.cli import completion
-from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, NewRunIdOption, RunsOption, with_options
+from llmrecipes.cli.shared_options import DATA, RUNS, DataOption, JsonOption, NewRunIdOption, RunsOption, with_options
 from llmrecipes.errors import UserError
 from llmrecipes.faults.signals import early_signals
 

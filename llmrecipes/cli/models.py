@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmrecipes.cli import completion
-from llmrecipes.cli.options import (
+from llmrecipes.cli.shared_options import (
     DATA,
     RUNS,
     DataOption,
@@ -109,7 +109,7 @@ def _export_program(
 
         exported = export_gguf(run, out, runs_dir, data_dir, options)
     else:
-        from llmrecipes.models.programs import export_program
+        from llmrecipes.models.exported_programs import export_program
 
         exported = export_program(run, to, out, runs_dir, data_dir, options)
     if as_json:

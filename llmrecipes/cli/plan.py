@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from llmrecipes.cli import completion
-from llmrecipes.cli.options import RUNS, ClusterOption, JsonOption, NodesOption, OverridesArgument, RunsOption
+from llmrecipes.cli.shared_options import RUNS, ClusterOption, JsonOption, NodesOption, OverridesArgument, RunsOption
 from llmrecipes.cli.tables import show
 from llmrecipes.errors import UserError
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from llmrecipes.plan.derive import Plan
     from llmrecipes.plan.speed.search import Candidate
-    from llmrecipes.workflow.forecast import LayoutDryRun
+    from llmrecipes.workflow.speed_forecast import LayoutDryRun
     from llmrecipes.workflow.whatif import TrainingGoal
 
 _SHOWN = 5
@@ -162,7 +162,7 @@ def plan(
     does not fit ends with exit code 2.
     """
     from llmrecipes.plan.speed.device import SpeedUnknownError
-    from llmrecipes.workflow import forecast as workflow
+    from llmrecipes.workflow import speed_forecast as workflow
 
     chosen = {
         "--details": details,
@@ -292,8 +292,8 @@ class _Asked(NamedTuple):
 def _details(asked: _Asked, step_seconds: float | None, *, as_json: bool) -> int:
     from llmrecipes.cli import plan_text
     from llmrecipes.recipe.load import load
-    from llmrecipes.workflow.forecast import seconds_of
     from llmrecipes.workflow.plan import communication_on, plan_on, preparation
+    from llmrecipes.workflow.speed_forecast import seconds_of
 
     loaded = load(asked.recipe, asked.overrides)
     plan, cluster = plan_on(loaded.recipe, nproc=asked.ranks, cluster=asked.cluster, nodes=asked.nodes)
@@ -337,7 +337,7 @@ def _placement(asked: _Asked, stage: str | None, *, as_json: bool) -> None:
 def _speed(asked: _Asked, *, as_json: bool) -> None:
     from llmrecipes.cli import plan_text
     from llmrecipes.recipe.load import load
-    from llmrecipes.workflow.features import speed
+    from llmrecipes.workflow.feature_table import speed
     from llmrecipes.workflow.plan import plan_on
 
     recipe = load(asked.recipe, asked.overrides).recipe
@@ -455,7 +455,7 @@ def _calibration(
     names: list[str], experiment: str | None, runs_dir: Path, cluster: str | None, out: Path | None, *, as_json: bool
 ) -> None:
     from llmrecipes.cli.predictions import calibration_lines
-    from llmrecipes.workflow.calibration import calibration, write
+    from llmrecipes.workflow.calibrated_profile import calibration, write
 
     if out is not None and cluster is None:
         raise UserError("no profile to copy", where="--write", fix="--cluster NAME; llmrecipes clusters lists them")

@@ -23,7 +23,7 @@ from llmrecipes.recipe.engines import engine_name
 from llmrecipes.recipe.load import Loaded
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.units import MIB
-from llmrecipes.workflow.features import SpeedReport
+from llmrecipes.workflow.feature_table import SpeedReport
 from llmrecipes.workflow.plan import Preparation
 
 _PASSES = 3

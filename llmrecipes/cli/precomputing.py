@@ -7,7 +7,7 @@ import os
 
 import typer
 
-from llmrecipes.cli.options import (
+from llmrecipes.cli.shared_options import (
     DATA,
     RUNS,
     DataOption,

@@ -12,7 +12,7 @@ from llmrecipes.plan.speed.forecast import Forecast
 from llmrecipes.plan.speed.saving import Saving
 from llmrecipes.plan.speed.search import Candidate
 from llmrecipes.units import GIB, gib
-from llmrecipes.workflow.forecast import LayoutDryRun
+from llmrecipes.workflow.speed_forecast import LayoutDryRun
 from llmrecipes.workflow.whatif import WhatIf
 
 

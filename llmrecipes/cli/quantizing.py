@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmrecipes.cli import completion
-from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, RunsOption, with_options
+from llmrecipes.cli.shared_options import DATA, RUNS, DataOption, JsonOption, RunsOption, with_options
 from llmrecipes.cli.tables import TextTable, show
 from llmrecipes.faults.signals import early_signals
 from llmrecipes.units import MIB

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmrecipes.cli import completion, tables
-from llmrecipes.cli.options import ClusterOption, JsonOption, NodesOption, OverridesArgument, RecipeArgument
+from llmrecipes.cli.shared_options import ClusterOption, JsonOption, NodesOption, OverridesArgument, RecipeArgument
 from llmrecipes.cli.tables import TextTable
 from llmrecipes.errors import UserError
 

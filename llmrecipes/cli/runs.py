@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmrecipes.cli import completion
-from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, RunArgument, RunsOption, with_options
+from llmrecipes.cli.shared_options import DATA, RUNS, DataOption, JsonOption, RunArgument, RunsOption, with_options
 from llmrecipes.cli.tables import TextTable, show
 from llmrecipes.errors import UserError
 

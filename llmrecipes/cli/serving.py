@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from llmrecipes.cli import completion
-from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, RunsOption
+from llmrecipes.cli.shared_options import DATA, RUNS, DataOption, JsonOption, RunsOption
 
 
 def serve(

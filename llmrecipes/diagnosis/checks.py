@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from llmrecipes.diagnosis.check_rules import ALARMS, CHECKED, finding, order
 from llmrecipes.diagnosis.finding import Check, Record, RunFacts, RunFinding, Sighting
 from llmrecipes.diagnosis.gradients import DeadExperts, GradientNorm, LossScale, UntrainedLayers
-from llmrecipes.diagnosis.loss import (
+from llmrecipes.diagnosis.loss_checks import (
     Divergence,
     Guessing,
     LearningRateHigh,
@@ -16,8 +17,7 @@ from llmrecipes.diagnosis.loss import (
     Plateau,
     TrainValidGap,
 )
-from llmrecipes.diagnosis.machine import Clocks, MemoryCreep, SlowRank, Storage, Use
-from llmrecipes.diagnosis.rules import ALARMS, CHECKED, finding, order
+from llmrecipes.diagnosis.speed_checks import Clocks, MemoryCreep, SlowRank, Storage, Use
 
 
 class Checks:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from llmrecipes.commandline import command_line
 from llmrecipes.doctor import fabric, gpus, nodes
-from llmrecipes.doctor.finding import Finding, fail, ok, skip, warn
+from llmrecipes.doctor.check_result import Finding, fail, ok, skip, warn
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import UserError
 from llmrecipes.hardware import builds, nics

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmrecipes.doctor.finding import Finding, fail, ok, skip, warn
+from llmrecipes.doctor.check_result import Finding, fail, ok, skip, warn
 from llmrecipes.hardware.nics import CHOICE, RDMA, SYSTEM, Choice, Port, choose, expected
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.units import GIB

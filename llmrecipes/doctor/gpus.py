@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from llmrecipes.doctor.finding import Finding, fail, ok, skip, warn
+from llmrecipes.doctor.check_result import Finding, fail, ok, skip, warn
 from llmrecipes.hardware import nvidia
 from llmrecipes.hardware.profile import Profile
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from llmrecipes.doctor.finding import Finding, bad_nodes, fail, findings_of, ignored, ok, skip, warn
+from llmrecipes.doctor.check_result import Finding, bad_nodes, fail, findings_of, ignored, ok, skip, warn
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.nics import SYSTEM
 from llmrecipes.launch.rendezvous import CONNECT_SECONDS, Channel, Disconnected, FirstNode, joined

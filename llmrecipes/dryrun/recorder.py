@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from llmrecipes.dryrun.spec import Pass
+from llmrecipes.dryrun.dry_run_spec import Pass
 
 # Collectives by torch's name: ours, and the arguments with what is sent (the first) and what is received.
 COLLECTIVES = {

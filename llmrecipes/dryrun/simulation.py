@@ -21,8 +21,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from llmrecipes.console import duration, setup_logging
+from llmrecipes.dryrun.dry_run_spec import (
+    PARTS,
+    DryRunSpec,
+    Moment,
+    RankReport,
+    Resume,
+    Save,
+    Share,
+    Traffic,
+    report_name,
+)
 from llmrecipes.dryrun.recorder import Passes, Recorder, Storages, recording
-from llmrecipes.dryrun.spec import PARTS, DryRunSpec, Moment, RankReport, Resume, Save, Share, Traffic, report_name
 from llmrecipes.engine.backends import backend
 from llmrecipes.engine.base import Batch, Engine, MetaBackend, Progress
 from llmrecipes.parent import end_with_parent

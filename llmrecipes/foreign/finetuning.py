@@ -12,7 +12,7 @@ from typing import Any, get_args
 from llmrecipes.commandline import command_line
 from llmrecipes.errors import UserError
 from llmrecipes.foreign.draft import NO_KEY, Draft
-from llmrecipes.foreign.nested import whole_layers
+from llmrecipes.foreign.nested_configs import whole_layers
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.sections.preference_section import LossType
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmrecipes.errors import UserError
-from llmrecipes.foreign import finetuning, megatron, nested
+from llmrecipes.foreign import finetuning, megatron, nested_configs
 from llmrecipes.foreign.draft import Draft, Row
 from llmrecipes.hardware.machine import planned
 from llmrecipes.recipe.document import Kind, clip, read
@@ -125,9 +125,9 @@ def _translated(foreign: Foreign, draft: Draft, path: Path, ranks: int, like: st
         case "megatron":
             megatron.from_mapping(data, draft, ranks)
         case "torchtitan":
-            nested.from_torchtitan(data, draft, ranks, like)
+            nested_configs.from_torchtitan(data, draft, ranks, like)
         case "nemo" | "bridge":
-            nested.from_nemo(data, draft, ranks, like)
+            nested_configs.from_nemo(data, draft, ranks, like)
         case "axolotl":
             _base(draft, data["base_model"], "base_model")
             finetuning.from_axolotl(data, draft, ranks)

@@ -1,7 +1,7 @@
 """The options of launchers, declared once.
 
-`submit` shows them (`cli/options.py`), the Python API and searches take them by the same names, and each launcher has
-those with its name (`options_of`).
+`submit` shows them (`cli/shared_options.py`), the Python API and searches take them by the same names, and each
+launcher has those with its name (`options_of`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The options of a start, declared once.
 
-`train` and `submit` show them (`cli/options.py`), launchers pass them on to their jobs (`words`), a job parses them
-(`add_arguments`), and the ranks have them in their spec.
+`train` and `submit` show them (`cli/shared_options.py`), launchers pass them on to their jobs (`words`), a job parses
+them (`add_arguments`), and the ranks have them in their spec.
 """
 
 from __future__ import annotations

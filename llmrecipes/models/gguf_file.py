@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 from llmrecipes.errors import UserError
 from llmrecipes.models.create import published, require_absent
 from llmrecipes.models.export_options import ExportOptions
-from llmrecipes.models.programs import ExportedProgram, require_runtimes
+from llmrecipes.models.exported_programs import ExportedProgram, require_runtimes
 from llmrecipes.packages import find_spec
 from llmrecipes.rundir import Run
 from llmrecipes.tracking.progress import Counted

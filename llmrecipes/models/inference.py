@@ -217,8 +217,8 @@ def _own_form(folder: Path) -> str | None:
 
 
 def _export_program(model: str, name: str, out: Path, runs_dir: Path, data_dir: Path) -> None:
+    from llmrecipes.models.exported_programs import export_program
     from llmrecipes.models.gguf_file import export_gguf
-    from llmrecipes.models.programs import export_program
 
     if name in GGUF:
         options = ExportOptions(dtype=name.removeprefix("gguf-"), tokenizer=False)

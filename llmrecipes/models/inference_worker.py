@@ -138,7 +138,7 @@ class _TorchExport:
 
 class _Onnx:
     def __init__(self, spec: InferenceSpec) -> None:
-        from llmrecipes.models.programs import OnnxProgram
+        from llmrecipes.models.exported_programs import OnnxProgram
 
         self.positions, self.vocabulary = sizes(spec.folder)
         self._program = OnnxProgram(spec.folder / "model.onnx", spec.threads)

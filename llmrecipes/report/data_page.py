@@ -8,8 +8,8 @@ from llmrecipes.data.folder.overview import DataStats, DroppedBy, SourceStats
 from llmrecipes.data.folder.prepared import Prepared
 from llmrecipes.data.steps.split import SPLITS
 from llmrecipes.report import charts
-from llmrecipes.report.build import STYLE
-from llmrecipes.report.training import nothing
+from llmrecipes.report.run_page import STYLE
+from llmrecipes.report.training_sections import nothing
 
 _RULES = 12
 """Rules of a step in a cell; the manifest has all."""

@@ -13,12 +13,12 @@ from llmrecipes import untrusted
 from llmrecipes.data.folder.data_manifest import DataManifest
 from llmrecipes.data.folder.prepared import open_prepared
 from llmrecipes.diagnosis.finding import RunFinding
-from llmrecipes.doctor import record
+from llmrecipes.doctor import doctor_log
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation import history as task_history
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.report.history import History, history
 from llmrecipes.report.records import Records
+from llmrecipes.report.starts import History, history
 from llmrecipes.rundir import Run
 from llmrecipes.runfiles import ENVIRONMENT, METRICS, PLAN
 from llmrecipes.tracking.events import MEASURED
@@ -103,7 +103,7 @@ class Material:
             tasks=tasks,
             data=data,
             logs=list(_logs(run)),
-            examined=record.read(run),
+            examined=doctor_log.read(run),
             costs=costs,
             unread=unread,
         )

@@ -14,7 +14,7 @@ from llmrecipes.plan.blocks import Graph, graph
 from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.report import charts
 from llmrecipes.report.material import Material
-from llmrecipes.report.training import nothing
+from llmrecipes.report.training_sections import nothing
 from llmrecipes.tracking.histograms import sizes
 from llmrecipes.untrusted import number
 

@@ -146,9 +146,9 @@ def search(
     require_library(recipe)
     quiet()
     from llmrecipes.search.best import Keeper
+    from llmrecipes.search.search_process import Worker
     from llmrecipes.search.study import open_study, place_of, require_section
     from llmrecipes.search.tracking import StudyTracker
-    from llmrecipes.search.worker import Worker
     from llmrecipes.workflow.run import prepare_data
 
     section = require_section(recipe)
@@ -230,8 +230,8 @@ def report(recipe: Recipe, runs_dir: Path, data_dir: Path) -> Path:
     require_library(recipe, "plotly")
     quiet()
     from llmrecipes.search.best import Keeper
-    from llmrecipes.search.report import write_report
     from llmrecipes.search.study import load, place_of, require_section
+    from llmrecipes.search.study_report import write_report
 
     place = place_of(recipe, require_section(recipe), runs_dir)
     study = load(recipe, place)

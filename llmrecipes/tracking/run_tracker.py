@@ -14,9 +14,9 @@ from typing import Any, Self
 
 from rich.console import Console
 
+from llmrecipes.diagnosis.check_rules import CHECKED
 from llmrecipes.diagnosis.checks import Checks
 from llmrecipes.diagnosis.finding import RunFacts
-from llmrecipes.diagnosis.rules import CHECKED
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.io import write_atomic
 from llmrecipes.packages import find_spec

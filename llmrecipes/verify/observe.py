@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from llmrecipes.engine.base import Batch, Engine, Slice
 from llmrecipes.plan.derive import Plan
-from llmrecipes.verify.spec import ReplicaDifference, StepRecord, TrainingRecord
+from llmrecipes.verify.verify_spec import ReplicaDifference, StepRecord, TrainingRecord
 
 FINAL, BEFORE, GRADIENTS = "final", "before", "gradients"
 """Weights after the last step, weights before the kept step, and its gradients."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from llmrecipes.recipe.schema import Zero
 from llmrecipes.recipe.variants.proxy import Scaled
-from llmrecipes.verify.spec import ReplicaDifference, StepRecord, TrainingRecord
+from llmrecipes.verify.verify_spec import ReplicaDifference, StepRecord, TrainingRecord
 
 PARAMETERS, REPLICAS = "parameters", "replicas"
 NOT_VERIFIED = "not_verified"

@@ -76,7 +76,7 @@ def measure(spec: BenchSpec, nproc: int | None) -> str | None:
             plan = derive_run(spec.recipe, rank.world_size, cluster)
             local_spec = spec.model_copy(update={"out": Path(name), "recipe": plan.largest.recipe})
             os.environ.update(missing(detected_environment(cluster, plan), os.environ))
-            from llmrecipes.bench.worker import run
+            from llmrecipes.bench.bench_worker import run
 
             run(local_spec)
             return (local_spec.out / ANSWER).read_text("utf-8") if rank.rank == 0 else None
@@ -89,7 +89,7 @@ def measure(spec: BenchSpec, nproc: int | None) -> str | None:
         path.write_text(local_spec.model_dump_json(), "utf-8")
         threads = max(1, int(cluster.cpu_cores) // ranks)
         code = run_ranks(
-            "llmrecipes.bench.worker",
+            "llmrecipes.bench.bench_worker",
             [str(path)],
             world_size=ranks,
             threads=threads,

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from llmrecipes.diagnosis.checks import Checks
+from llmrecipes.diagnosis.data_checks import of_data
 from llmrecipes.diagnosis.finding import Record, RunFacts, RunFinding
-from llmrecipes.diagnosis.prepared import of_data
 from llmrecipes.errors import UserError
 from llmrecipes.redact import redact
 from llmrecipes.rundir import Run

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 
-from llmrecipes.dryrun.drawing import memory_svg, passes_svg
-from llmrecipes.dryrun.spec import DryRunSpec, RankReport, report_name
+from llmrecipes.dryrun.dry_run_spec import DryRunSpec, RankReport, report_name
+from llmrecipes.dryrun.pictures import memory_svg, passes_svg
 from llmrecipes.engine.requirements import require_installed
 from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import Plan

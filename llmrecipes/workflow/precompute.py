@@ -41,7 +41,7 @@ from llmrecipes.train.rank import failure_reported, guarded, nodes, rank_main
 from llmrecipes.train.spec import RankSpec
 from llmrecipes.units import MIB, gib
 from llmrecipes.untrusted import read_json
-from llmrecipes.workflow.precomputed import facts, frozen_path, identity, passes_recipe, place
+from llmrecipes.workflow.precomputed_match import facts, frozen_path, identity, passes_recipe, place
 from llmrecipes.workflow.run import Log, Paths, prepare_data
 from llmrecipes.workflow.teacher import require_same_tokens
 

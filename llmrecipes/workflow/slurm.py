@@ -22,7 +22,7 @@ from typing import NoReturn
 from pydantic import BaseModel, ConfigDict
 
 from llmrecipes.console import setup_logging
-from llmrecipes.doctor.record import adopt
+from llmrecipes.doctor.doctor_log import adopt
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware import binding
 from llmrecipes.hardware.cluster import detect

@@ -22,10 +22,10 @@ from llmrecipes.recipe.schema import Recipe
 from llmrecipes.rundir import Run
 from llmrecipes.tracking.run_tracker import require_packages_of_tracking
 from llmrecipes.train.spec import RunSpec
-from llmrecipes.workflow.forecast import record_of
-from llmrecipes.workflow.precomputed import require_precomputed
+from llmrecipes.workflow.precomputed_match import require_precomputed
 from llmrecipes.workflow.pretrained import with_pretrained
 from llmrecipes.workflow.run import Log, Paths, TrainOptions, new_spec, plan_run, prepare_data
+from llmrecipes.workflow.speed_forecast import record_of
 from llmrecipes.workflow.teacher import record_teacher, with_teacher
 
 Check = Callable[[RunSpec, RunPlan], None]

@@ -34,7 +34,7 @@ from llmrecipes.verify.result import (
     VerifyResult,
     first_differing_step,
 )
-from llmrecipes.verify.spec import TrainingRecord, VerifySpec
+from llmrecipes.verify.verify_spec import TrainingRecord, VerifySpec
 from llmrecipes.workflow.run import Log, Paths, plan_run, prepare_data
 
 MOST_RANKS = 8
@@ -69,7 +69,7 @@ def start_ranks(spec: VerifySpec, ranks: int, cluster: Cluster) -> None:
     threads = max(1, int(cluster.cpu_cores) // ranks)
     plan = derive_run(spec.recipe, ranks, cluster)
     code = run_ranks(
-        "llmrecipes.verify.worker",
+        "llmrecipes.verify.verify_worker",
         [str(path)],
         world_size=ranks,
         threads=threads,
@@ -204,7 +204,7 @@ def _in_one_process(spec: VerifySpec, cluster: Cluster) -> None:
     """
     import torch
 
-    from llmrecipes.verify.worker import run
+    from llmrecipes.verify.verify_worker import run
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", max(1, int(cluster.cpu_cores)))))
     spec.folder.mkdir(exist_ok=True)

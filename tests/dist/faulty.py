@@ -20,8 +20,8 @@ from llmrecipes.engine.core.world import model_parallel
 from llmrecipes.engine.megatron.backend import MegatronBackend
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.verify.spec import VerifySpec
-from llmrecipes.verify.worker import train
+from llmrecipes.verify.verify_spec import VerifySpec
+from llmrecipes.verify.verify_worker import train
 from tests.dist.training import Outcome
 
 Patch = pytest.MonkeyPatch

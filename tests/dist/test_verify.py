@@ -20,7 +20,7 @@ from llmrecipes.recipe.variants.proxy import asked, scaled
 from llmrecipes.verify.invariants import invariants
 from llmrecipes.verify.report import verdict
 from llmrecipes.verify.result import VerifyResult, relative
-from llmrecipes.verify.spec import TrainingRecord
+from llmrecipes.verify.verify_spec import TrainingRecord
 from llmrecipes.workflow.run import Paths, prepare_data
 from llmrecipes.workflow.verify import VerifyOptions, reference_recipe, verified_recipe, verify
 from tests.dist.faulty import DRIFT, DRIFTING, FAULTS, train_with

@@ -31,7 +31,7 @@ from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.resume import choose, resume
 from llmrecipes.train.stage import layouts
 from llmrecipes.verify import observe
-from llmrecipes.verify.spec import ReplicaDifference
+from llmrecipes.verify.verify_spec import ReplicaDifference
 from tests.helpers import ROOMY, random_batches
 
 NOISE = 1e-3

@@ -20,8 +20,8 @@ from llmrecipes.bench.fabric.meeting import FabricRendezvous, Outcome, meet, req
 from llmrecipes.bench.fabric.node import Limits
 from llmrecipes.bench.fabric.transfers import Report, Transfer, judge, rounds
 from llmrecipes.cli.app import run
-from llmrecipes.cli.bench import fabric_report
-from llmrecipes.doctor.finding import Finding, fail
+from llmrecipes.cli.benchmarking import fabric_report
+from llmrecipes.doctor.check_result import Finding, fail
 from llmrecipes.hardware import nics
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.nics import Port
@@ -409,6 +409,6 @@ def test_receivers_of_one_node_listen_on_different_ports() -> None:
 
 
 def test_it_starts_without_torch() -> None:
-    script = "import sys, llmrecipes.bench.fabric.meeting, llmrecipes.cli.bench; print('torch' in sys.modules)"
+    script = "import sys, llmrecipes.bench.fabric.meeting, llmrecipes.cli.benchmarking; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

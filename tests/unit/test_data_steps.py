@@ -26,7 +26,7 @@ from llmrecipes.data.steps.eval_files import files_of_tasks
 from llmrecipes.data.steps.split import SPLITS, SplitRule, digest
 from llmrecipes.data.steps.steps import Dropped, pipeline, step_spec
 from llmrecipes.data.steps.words import normalized
-from llmrecipes.diagnosis.prepared import of_data
+from llmrecipes.diagnosis.data_checks import of_data
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.reading.keys import keys
 from llmrecipes.recipe.schema import Data, Recipe, Source
@@ -402,7 +402,7 @@ def test_the_languages_are_those_of_the_model() -> None:
 def test_what_evaluations_were_found_is_in_the_manifest_the_report_and_mlflow(tmp_path: Path) -> None:
     from mlflow.utils.validation import _validate_metric_name
 
-    from llmrecipes.report.machine import contamination
+    from llmrecipes.report.machine_sections import contamination
     from llmrecipes.tracking.events import DECONTAMINATED, METRIC_NOTES
     from llmrecipes.train.summary import decontaminated_metrics
 

@@ -18,10 +18,10 @@ from rich.console import Console
 
 from benchmarks.former import ADAMW
 from llmrecipes.cli.app import run as command
+from llmrecipes.diagnosis.check_rules import RULES
 from llmrecipes.diagnosis.checks import Checks
+from llmrecipes.diagnosis.data_checks import of_data
 from llmrecipes.diagnosis.finding import PAGE, RunFacts, RunFinding
-from llmrecipes.diagnosis.prepared import of_data
-from llmrecipes.diagnosis.rules import RULES
 from llmrecipes.recipe.load import load, to_yaml
 from llmrecipes.recipe.reading.keys import is_key
 from llmrecipes.rundir import Run

@@ -18,7 +18,7 @@ import pytest
 from llmrecipes.cli.app import run
 from llmrecipes.data.sources.stores import StoreFile
 from llmrecipes.doctor import examine, fabric, gpus, nodes
-from llmrecipes.doctor.finding import Finding
+from llmrecipes.doctor.check_result import Finding
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.nics import ports
 from llmrecipes.hardware.profile import Adapters, Link, Profile
@@ -380,7 +380,7 @@ def node(
     """`llmrecipes doctor` on one of several nodes, which are addresses of this machine."""
     program = (
         "import sys; from pathlib import Path; from llmrecipes.doctor.nodes import NodeRendezvous, meet;"
-        "import json; from llmrecipes.doctor.finding import Finding, ok;"
+        "import json; from llmrecipes.doctor.check_result import Finding, ok;"
         f"m = NodeRendezvous({tuple(hosts)!r}, {number}, {port}, Path({str(runs)!r}), b'of this job', {patience});"
         f"found = meet(m, [{verdict}]);"
         "print(json.dumps([[each.as_dict() for each in found.findings or []], found.bad]))"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmrecipes.doctor import examine, fabric, gpus, nodes
-from llmrecipes.doctor.finding import Finding, ok
+from llmrecipes.doctor.check_result import Finding, ok
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.nics import Port
 from llmrecipes.units import GIB

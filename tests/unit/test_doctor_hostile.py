@@ -20,7 +20,7 @@ import pytest
 
 from llmrecipes.cli.app import run
 from llmrecipes.doctor import examine, fabric, gpus, nodes
-from llmrecipes.doctor.finding import Finding
+from llmrecipes.doctor.check_result import Finding
 from llmrecipes.hardware import nvidia
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.nics import ports

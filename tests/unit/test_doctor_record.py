@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from llmrecipes.cli.app import run
-from llmrecipes.doctor import record
-from llmrecipes.doctor.finding import Finding, fail, ok, warn
+from llmrecipes.doctor import doctor_log
+from llmrecipes.doctor.check_result import Finding, fail, ok, warn
 from llmrecipes.runfiles import RunFiles
 
 
@@ -22,10 +22,10 @@ def findings(nodes: int) -> list[Finding]:
 
 def test_findings_that_nodes_share_are_one_and_the_worst_come_first(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
-    assert record.read(files) == []
-    assert record.keep(files.doctor, findings(2048), ["n1"]) is None
+    assert doctor_log.read(files) == []
+    assert doctor_log.keep(files.doctor, findings(2048), ["n1"]) is None
     assert files.doctor.stat().st_size < 2000 and b"hunter2secret" not in files.doctor.read_bytes()
-    (kept,) = record.read(files)
+    (kept,) = doctor_log.read(files)
     assert (kept["ok"], kept["nodes"], kept["bad_nodes"], kept["left_out"]) == (False, 2048, ["n1"], 0)
     assert [each["status"] for each in kept["findings"]] == ["fail", "warn", "ok"]
     assert kept["findings"][1]["number"] == 2048 and kept["findings"][1]["nodes"] == [f"n{n}" for n in range(8)]
@@ -33,22 +33,22 @@ def test_findings_that_nodes_share_are_one_and_the_worst_come_first(tmp_path: Pa
 
 def test_a_line_is_bounded_and_broken_ones_are_left_out(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
-    record.keep(files.doctor, [ok("gpu", f"serial {number}") for number in range(600)], [])
+    doctor_log.keep(files.doctor, [ok("gpu", f"serial {number}") for number in range(600)], [])
     with files.doctor.open("ab") as file:
         file.write(b'{"findings": 3}\n[]\n{"findings": [')
-    (kept,) = record.read(files)
+    (kept,) = doctor_log.read(files)
     assert (len(kept["findings"]), kept["left_out"]) == (500, 100)
 
 
 def test_lines_of_a_job_are_moved_to_its_run(tmp_path: Path) -> None:
     files, waiting = RunFiles(tmp_path / "run"), tmp_path / ".doctor-7.jsonl"
     files.logs.mkdir(parents=True)
-    record.adopt(waiting, files)
+    doctor_log.adopt(waiting, files)
     assert not files.doctor.exists()
     for _ in range(2):
-        record.keep(waiting, findings(1), [])
-    record.adopt(waiting, files)
-    assert len(record.read(files)) == 2 and not waiting.exists()
+        doctor_log.keep(waiting, findings(1), [])
+    doctor_log.adopt(waiting, files)
+    assert len(doctor_log.read(files)) == 2 and not waiting.exists()
 
 
 def doctor(runs_dir: Path, *words: str) -> int:
@@ -60,11 +60,11 @@ def test_the_doctor_of_a_run_keeps_what_it_says(
 ) -> None:
     files = RunFiles(tmp_path / "gpt-tiny" / "one")
     assert doctor(tmp_path, "--run-id", "one") in (0, 1)
-    (kept,) = record.read(files)
+    (kept,) = doctor_log.read(files)
     assert {each["check"] for each in kept["findings"]} >= {"runs", "data"}
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")  # a pod that does not lead
     doctor(tmp_path, "--run-id", "one")
-    assert len(record.read(files)) == 1
+    assert len(doctor_log.read(files)) == 1
     monkeypatch.delenv("JOB_COMPLETION_INDEX")
     (tmp_path / "file").touch()
     assert doctor(tmp_path, "--record", str(tmp_path / "file" / "below")) in (0, 1)
@@ -84,8 +84,8 @@ def test_a_report_shows_it_escaped(tmp_path: Path, capsys: pytest.CaptureFixture
         return html.split('<section id="doctor">')[1].split("</section>")[0]
 
     assert "--run-id" in section()
-    record.keep(files.doctor, findings(20), ["n1"])
-    record.keep(files.doctor, findings(20), [])
+    doctor_log.keep(files.doctor, findings(20), ["n1"])
+    doctor_log.keep(files.doctor, findings(20), [])
     shown = section()
     for words in (
         "20 nodes: 1 fail, 1 warn, 1 ok",

@@ -19,8 +19,8 @@ import pytest
 from benchmarks.drawn_layouts import CLOSE, described, deviations, drawn, planned_bytes, sent_bytes
 from benchmarks.former import ADAMW
 from llmrecipes.cli import app as cli
-from llmrecipes.dryrun.drawing import memory_svg, passes_svg
-from llmrecipes.dryrun.spec import PARTS, DryRunSpec, RankReport
+from llmrecipes.dryrun.dry_run_spec import PARTS, DryRunSpec, RankReport
+from llmrecipes.dryrun.pictures import memory_svg, passes_svg
 from llmrecipes.engine.core.checkpoint import format as checkpoint_format
 from llmrecipes.hardware.machine import planned
 from llmrecipes.plan.derive import Plan, derive

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.drawn_layouts import planned_bytes, sent_bytes
 from benchmarks.former import ADAMW
-from llmrecipes.dryrun.spec import DryRunSpec, RankReport
+from llmrecipes.dryrun.dry_run_spec import DryRunSpec, RankReport
 from llmrecipes.plan.traffic import SMALL
 from llmrecipes.units import GIB
 from tests.dist.worlds import GlooWorld

@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from llmrecipes.cli.app import run
-from llmrecipes.models import gguf_file, programs
+from llmrecipes.models import exported_programs, gguf_file
 from tests.helpers import LLAMA, tiny_on, write_recipe
 from tests.refusals import refused, require_message
 from tests.unit.test_serve import started
@@ -86,14 +86,16 @@ def greedy(logits: Callable[[Sequence[int]], Any], prompt: list[int]) -> list[in
     return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("form", programs.FILES)
+@pytest.mark.parametrize("form", exported_programs.FILES)
 @pytest.mark.rotating
 def test_a_program_continues_as_transformers_does(form: str, llama: str, folder: Path, command: Command) -> None:
     out = folder / form
     code, printed = command("export", llama, "--to", form, "--out", str(out), "--json")
     assert code == 0
     report = json.loads(printed)
-    assert report["largest_difference"] < 1e-4 and report["bytes"] == (out / programs.FILES[form]).stat().st_size
+    assert (
+        report["largest_difference"] < 1e-4 and report["bytes"] == (out / exported_programs.FILES[form]).stat().st_size
+    )
     assert {path.name for path in out.iterdir()} >= {"config.json", "tokenizer.json", "README.md"}
     assert not list(out.glob("**/*.safetensors")), "the weights are in the program"
     prompt, expected, logits = reference(folder / "hf")
@@ -130,8 +132,8 @@ def test_an_onnx_program_with_a_cache_writes_the_same_text(llama: str, folder: P
     assert text == expected
     assert past["past_key_values.0.key"].shape[2] == len(prompt) + NEW - 1
 
-    programs._to_int8(out / "model.onnx", external=False)
-    small = programs.OnnxProgram(out / "model.onnx")
+    exported_programs._to_int8(out / "model.onnx", external=False)
+    small = exported_programs.OnnxProgram(out / "model.onnx")
     found = small.run(torch.tensor([prompt]))[0][0]
     assert 0 < float((found - logits).abs().mean()) < 0.1 * float(logits.abs().mean())
 
@@ -327,7 +329,7 @@ def test_what_a_form_lacks_is_refused(
         code, printed = command("export", *arguments, *out)
         assert code == 2, arguments
         require_message(printed, where, rule=token)
-    monkeypatch.setattr(programs, "find_spec", lambda _: None)
+    monkeypatch.setattr(exported_programs, "find_spec", lambda _: None)
     code, printed = command("export", "narrow", "--to", "onnx", *out)
     assert code == 2
     require_message(printed, "--to", rule="llmrecipes[runtimes]")

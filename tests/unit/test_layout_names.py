@@ -17,7 +17,7 @@ from llmrecipes.recipe.variants.proxy import scaled
 from llmrecipes.train.summary import describe
 from llmrecipes.verify.report import layout_words
 from llmrecipes.verify.result import VerifyResult
-from llmrecipes.verify.spec import TrainingRecord
+from llmrecipes.verify.verify_spec import TrainingRecord
 from tests.helpers import ROOMY
 
 

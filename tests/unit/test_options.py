@@ -16,7 +16,7 @@ from pydantic import create_model
 from llmrecipes.api import Run
 from llmrecipes.api_commands import merge_models
 from llmrecipes.cli import app
-from llmrecipes.cli.options import expanded
+from llmrecipes.cli.shared_options import expanded
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.evaluation.request import EvaluationRequest
 from llmrecipes.launch.run_options import RunOption

@@ -16,8 +16,8 @@ from llmrecipes.hardware.load import clusters_dir
 from llmrecipes.plan.speed.calibration import MeasuredRun, fit, tracked
 from llmrecipes.rundir import Run
 from llmrecipes.tracking.events import MEASURED
-from llmrecipes.workflow.calibration import calibration
-from llmrecipes.workflow.forecast import of_recipe
+from llmrecipes.workflow.calibrated_profile import calibration
+from llmrecipes.workflow.speed_forecast import of_recipe
 from tests.helpers import lines, tiny_on, write_recipe
 
 RATES = {

@@ -33,8 +33,8 @@ from llmrecipes.plan.speed.search import _may_fit, candidates, nearest, plan_of
 from llmrecipes.plan.speed.work import product
 from llmrecipes.recipe.derived.stage_layout import parse
 from llmrecipes.recipe.load import load
-from llmrecipes.workflow.forecast import of_recipe
 from llmrecipes.workflow.plan import plan_on
+from llmrecipes.workflow.speed_forecast import of_recipe
 from tests.refusals import refused, require_message
 
 ROOT = Path(__file__).parents[2]

@@ -168,7 +168,7 @@ def test_a_rank_of_a_slurm_step_measures_the_largest_stage(monkeypatch: pytest.M
     variables = {"MASTER_ADDR": "127.0.0.1", **{f"SLURM_{name}": value for name, value in names.items()}}
     measured: list[BenchSpec] = []
     monkeypatch.setattr("llmrecipes.workflow.bench.os", SimpleNamespace(environ=variables))
-    monkeypatch.setattr("llmrecipes.bench.worker.run", measured.append)
+    monkeypatch.setattr("llmrecipes.bench.bench_worker.run", measured.append)
     measure(BenchSpec(recipe=staged(), data_dir=tmp_path, out=tmp_path, what="step", repeats=1), None)
     assert measured[0].recipe == derive_run(staged(), 2, ROOMY).largest.recipe
 

@@ -23,9 +23,9 @@ from llmrecipes.evaluation.request import EvaluationResult
 from llmrecipes.recipe.load import load
 from llmrecipes.redact import HIDDEN, Guarded, address, escape, has_secret, redact, redacted, remember
 from llmrecipes.search.command import quiet
-from llmrecipes.search.report import write_report
 from llmrecipes.search.starting import REASON
 from llmrecipes.search.study import open_study, place_of, require_section
+from llmrecipes.search.study_report import write_report
 from llmrecipes.search.trials import return_to_queue
 from llmrecipes.tracking.run_environment import capture
 from tests.helpers import ROOT, tiny, tiny_on, write_recipe

@@ -18,9 +18,9 @@ from lab.gpu_report.report import Row
 from lab.gpu_report.report import page as gpu_page
 from llmrecipes.cli import app as cli
 from llmrecipes.recipe.load import load, to_yaml
-from llmrecipes.report import build, charts, comparison
-from llmrecipes.report.history import history
+from llmrecipes.report import charts, comparison_page, run_page
 from llmrecipes.report.records import Records
+from llmrecipes.report.starts import history
 from llmrecipes.rundir import Run
 from llmrecipes.tracking.energy import Energy
 from llmrecipes.workflow.compare import compare
@@ -111,9 +111,9 @@ def test_a_page_has_every_section_and_loads_nothing(tmp_path: Path) -> None:
     html = written(tmp_path, "one")
     page = Pages(html)
     ids = [attributes["id"] for tag, attributes in page.tags if tag == "section"]
-    assert ids == ["problems", *(name for name, _, _ in build.SECTIONS)]
+    assert ids == ["problems", *(name for name, _, _ in run_page.SECTIONS)]
     links = {attributes["href"] for tag, attributes in page.tags if tag == "a"}
-    assert links == {f"#{name}" for name, _, _ in build.SECTIONS}
+    assert links == {f"#{name}" for name, _, _ in run_page.SECTIONS}
     assert "default-src 'none'" in html
     assert not {tag for tag, _ in page.tags} & {"script", "link", "img", "iframe", "object", "form"}
     assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on") or name == "src"]
@@ -272,11 +272,11 @@ def test_text_of_a_run_is_escaped_and_has_no_secrets(tmp_path: Path) -> None:
 
 
 def test_a_running_run_is_said_to_run_and_is_loaded_again_on_request(tmp_path: Path) -> None:
-    material = build.Material.read(Run(make(tmp_path, "one", interrupted(), state="running")), tmp_path)
+    material = run_page.Material.read(Run(make(tmp_path, "one", interrupted(), state="running")), tmp_path)
     assert material.running  # of another machine, so that nobody can see its process
-    html = build.page(material, 30)
+    html = run_page.page(material, 30)
     assert 'http-equiv="refresh" content="30"' in html and "still running" in html
-    assert "refresh" not in build.page(material)
+    assert "refresh" not in run_page.page(material)
 
 
 def test_numbers_that_are_not_finite_are_marked(tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ def test_prices_and_power_of_a_profile_are_used(tmp_path: Path) -> None:
     from llmrecipes.hardware.profile import Costs
 
     costs = Costs(usd_per_gpu_hour=2.0, watts_per_gpu=1000.0, pue=1.5, kg_co2_per_kwh=0.5)
-    words = Pages(build.report(run, tmp_path, costs)[0]).words
+    words = Pages(run_page.report(run, tmp_path, costs)[0]).words
     hours = 2 * 46 / 3600
     for text in (f"{2 * hours:.2f} USD", f"{1.5 * hours:.3g} kWh", f"{0.75 * hours:.3g} kg"):
         assert text in words
@@ -352,21 +352,21 @@ def test_recorded_energy_is_shown_and_compared_by_the_factors_of_a_profile_that_
     recorded = Energy().plus(3.6e6, ["nvml"], Costs(kg_co2_per_kwh=0.5)).plus(7.2e6, ["codecarbon"], None)
     lines = [*interrupted(), {"step": 99, "time": BEGAN + 99, "event": "energy", "details": recorded.details(10)}]
     one, two = (Run(make(tmp_path, name, each)) for name, each in (("one", lines), ("two", interrupted())))
-    html, material = build.report(one, tmp_path)
+    html, material = run_page.report(one, tmp_path)
     section = html.split('<section id="energy">')[1].split("</section>")[0]
     assert "3 kWh" in section and "measured by nvml, modelled by codecarbon" in section
     assert "CO₂" not in section, "the factor of a start is not known"
-    assert build.as_dict(material)["energy"] == recorded.values()
+    assert run_page.as_dict(material)["energy"] == recorded.values()
     costs = Costs(watts_per_gpu=1000.0, pue=1.5, kg_co2_per_kwh=0.5)
-    assert "2.25 kg" in Pages(build.report(one, tmp_path, costs)[0]).words
-    page = Pages(comparison.report([one.path, two.path], tmp_path, costs)[0]).words
+    assert "2.25 kg" in Pages(run_page.report(one, tmp_path, costs)[0]).words
+    page = Pages(comparison_page.report([one.path, two.path], tmp_path, costs)[0]).words
     assert "energy, kWh" in page and "estimated from a cluster profile" in page
-    assert "3 kWh" in Pages(build.report(one, tmp_path, Costs(usd_per_gpu_hour=2.0))[0]).words, (
+    assert "3 kWh" in Pages(run_page.report(one, tmp_path, Costs(usd_per_gpu_hour=2.0))[0]).words, (
         "a price changes no energy"
     )
-    page = Pages(comparison.report([one.path, two.path], tmp_path)[0]).words
+    page = Pages(comparison_page.report([one.path, two.path], tmp_path)[0]).words
     assert "energy, kWh" in page and "estimated" not in page
-    assert "energy, kWh" not in Pages(comparison.report([two.path, two.path], tmp_path)[0]).words
+    assert "energy, kWh" not in Pages(comparison_page.report([two.path, two.path], tmp_path)[0]).words
 
 
 def test_a_comparison_names_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

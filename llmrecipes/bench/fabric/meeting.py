@@ -18,7 +18,7 @@ from llmrecipes.bench.fabric import perftest
 from llmrecipes.bench.fabric.node import Answer, FabricNode, Introduction, Limits
 from llmrecipes.bench.fabric.transfers import Kind, Pairs, Report, Transfer, judge, rounds
 from llmrecipes.commandline import command_line
-from llmrecipes.doctor.finding import Finding, fail, ignored
+from llmrecipes.doctor.check_result import Finding, fail, ignored
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.nics import expected
 from llmrecipes.hardware.profile import Profile

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from llmrecipes.bench.fabric import perftest
 from llmrecipes.doctor import fabric
-from llmrecipes.doctor.finding import Finding, fail, warn
+from llmrecipes.doctor.check_result import Finding, fail, warn
 from llmrecipes.hardware import nics
 from llmrecipes.hardware.nics import Port
 from llmrecipes.hardware.profile import Profile

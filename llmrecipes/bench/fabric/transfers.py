@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from llmrecipes.bench.fabric.perftest import What
 from llmrecipes.bench.results import LEAST
-from llmrecipes.doctor.finding import Finding, bad_nodes, fail, warn
+from llmrecipes.doctor.check_result import Finding, bad_nodes, fail, warn
 
 End = tuple[str, str]
 """A host, and a port of it such as `mlx5_0/1`."""

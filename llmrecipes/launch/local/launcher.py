@@ -25,7 +25,7 @@ from llmrecipes.launch.launcher_options import LOCAL, options_of
 from llmrecipes.launch.programs import SchedulerUnavailable
 from llmrecipes.runfiles import RunFiles
 
-MODULE = "llmrecipes.workflow.local"
+MODULE = "llmrecipes.workflow.local_job"
 KILLED = 128 + signal.SIGKILL
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmrecipes.cli import completion
-from llmrecipes.cli.options import (
+from llmrecipes.cli.quantizing import inference
+from llmrecipes.cli.shared_options import (
     DATA,
     DataOption,
     HostsOption,
@@ -23,7 +24,6 @@ from llmrecipes.cli.options import (
     RecipeArgument,
     site_option,
 )
-from llmrecipes.cli.quantizing import inference
 from llmrecipes.cli.tables import TextTable, show
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.units import GIB, KIB, MIB

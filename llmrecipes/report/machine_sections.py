@@ -15,7 +15,7 @@ from llmrecipes.data.folder.data_manifest import DataManifest
 from llmrecipes.report import charts
 from llmrecipes.report.material import Material, at
 from llmrecipes.report.records import Values
-from llmrecipes.report.training import nothing, series, when
+from llmrecipes.report.training_sections import nothing, series, when
 from llmrecipes.tracking.energy import Energy
 from llmrecipes.units import GIB, gib
 from llmrecipes.untrusted import number

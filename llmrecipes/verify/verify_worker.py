@@ -11,7 +11,7 @@ from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode
 from llmrecipes.train.rank import failure_reported, rank_main
 from llmrecipes.verify.result import first_beyond
-from llmrecipes.verify.spec import StepRecord, TrainingRecord, VerifySpec
+from llmrecipes.verify.verify_spec import StepRecord, TrainingRecord, VerifySpec
 
 if TYPE_CHECKING:
     from llmrecipes.engine.base import Backend, Platform, World

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llmrecipes import figures
-from llmrecipes.dryrun.spec import PARTS, RankReport
+from llmrecipes.dryrun.dry_run_spec import PARTS, RankReport
 from llmrecipes.units import GIB
 
 COLOURS = {

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmrecipes import untrusted
-from llmrecipes.doctor.finding import Finding
+from llmrecipes.doctor.check_result import Finding
 from llmrecipes.redact import redacted
 from llmrecipes.runfiles import RunFiles
 

@@ -39,7 +39,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Run one job; a `UserError` is printed as one message."""
-    parser = argparse.ArgumentParser(prog="python -m llmrecipes.workflow.local", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m llmrecipes.workflow.local_job", allow_abbrev=False)
     parser.add_argument("--token", required=True)
     parser.add_argument("--exit-file", type=Path, required=True)
     parser.add_argument("--cluster")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmrecipes.cli.options import (
+from llmrecipes.cli.shared_options import (
     RUNS,
     ClusterOption,
     JsonOption,
@@ -24,7 +24,7 @@ from llmrecipes.cli.tables import TextTable, show
 from llmrecipes.units import KIB, MIB, gib
 
 if TYPE_CHECKING:
-    from llmrecipes.dryrun.spec import RankReport, Resume
+    from llmrecipes.dryrun.dry_run_spec import RankReport, Resume
     from llmrecipes.plan.derive import Plan
 
 MOST_MODULES = 8
@@ -130,7 +130,7 @@ def _sent(resume: Resume) -> str:
 
 
 def _memory(report: RankReport) -> list[tuple[str, str, str]]:
-    from llmrecipes.dryrun.spec import PARTS
+    from llmrecipes.dryrun.dry_run_spec import PARTS
 
     rows = [(part, _size(report.memory.get(part, 0)), _planned(report, part)) for part in PARTS]
     return [*rows, ("total", gib(sum(report.memory.values())), gib(sum(report.planned.values())))]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmrecipes.cli import completion
-from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, RunsOption, with_options
+from llmrecipes.cli.shared_options import DATA, RUNS, DataOption, JsonOption, RunsOption, with_options
 from llmrecipes.cli.tables import TextTable, show
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmrecipes.cli.options import (
+from llmrecipes.cli.shared_options import (
     DATA,
     RUNS,
     DataOption,

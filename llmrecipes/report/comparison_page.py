@@ -14,12 +14,12 @@ from llmrecipes import webpage
 from llmrecipes.console import duration, number
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.profile import Costs
-from llmrecipes.report import build, charts, training
-from llmrecipes.report.build import STYLE
+from llmrecipes.report import charts, run_page, training_sections
 from llmrecipes.report.charts import Line
-from llmrecipes.report.history import CAUSES
-from llmrecipes.report.machine import flat, used_energy
+from llmrecipes.report.machine_sections import flat, used_energy
 from llmrecipes.report.material import Material
+from llmrecipes.report.run_page import STYLE
+from llmrecipes.report.starts import CAUSES
 from llmrecipes.rundir import Run
 from llmrecipes.tracking.energy import energy_rows
 from llmrecipes.units import GIB, gib
@@ -60,10 +60,10 @@ def write(
     if len(runs) > 1:
         html, values = report([run.path for run in runs], data_dir, costs)
     else:
-        html, material = build.report(runs[0], data_dir, costs, refresh)
-        values, running = build.as_dict(material), material.running
-    path = build.default_path(runs) if path is None else path
-    build.write(path, html)
+        html, material = run_page.report(runs[0], data_dir, costs, refresh)
+        values, running = run_page.as_dict(material), material.running
+    path = run_page.default_path(runs) if path is None else path
+    run_page.write(path, html)
     return {"page": str(path), **values}, running
 
 
@@ -85,7 +85,7 @@ def report(run_dirs: Sequence[Path], data_dir: Path, costs: Costs | None = None)
         ("environment", "Differences in the environment", _environments(names, materials)),
     ]
     body += [f'<section id="{key}"><h2>{title}</h2>\n{text}</section>' for key, title, text in sections]
-    body.append(f'<p class="muted">Written {training.when(materials[0].now)}.</p>')
+    body.append(f'<p class="muted">Written {training_sections.when(materials[0].now)}.</p>')
     html = webpage.page(f"Comparison of {', '.join(names)}", "\n".join(body), style=charts.STYLE + STYLE)
     return html, compared.as_dict()
 
@@ -100,8 +100,8 @@ def _names(run_dirs: Sequence[Path]) -> list[str]:
 
 def _problems(names: Sequence[str], materials: Sequence[Material]) -> str:
     rows = [
-        (name, training.SEVERITY.get(finding.severity, finding.severity), finding.title,
-         training.steps_of(finding.first_step, finding.last_step), finding.text)
+        (name, training_sections.SEVERITY.get(finding.severity, finding.severity), finding.title,
+         training_sections.steps_of(finding.first_step, finding.last_step), finding.text)
         for name, material in zip(names, materials, strict=True)
         for finding in material.findings
     ]  # fmt: skip
@@ -109,7 +109,7 @@ def _problems(names: Sequence[str], materials: Sequence[Material]) -> str:
         absent = material.unread if len(material.records) else [material.records.missing, *material.unread]
         rows += [(name, "note", "Missing or unreadable", "", text) for text in dict.fromkeys(absent)]
     if not rows:
-        return training.nothing("Nothing: no check found a problem in these runs.")
+        return training_sections.nothing("Nothing: no check found a problem in these runs.")
     return webpage.table(("run", "severity", "what", "where", "details"), rows)
 
 
@@ -122,7 +122,7 @@ def _differences(names: Sequence[str], compared: RunComparison) -> str:
             if len(names) - len(unread) > 1
             else "There are fewer than two recipes to compare."
         )
-        return training.nothing(known + but)
+        return training_sections.nothing(known + but)
     rows = [(key, *(value if isinstance(value, str) else json.dumps(value) for value in values))
             for key, values in compared.differences.items()]  # fmt: skip
     return webpage.table(("key", *names), rows)
@@ -185,9 +185,11 @@ def _causes(names: Sequence[str], materials: Sequence[Material]) -> str:
             share = seconds / material.history.wall if material.history.wall else math.nan
             cells.append(f"{duration(seconds)} ({share:.1%})" if seconds else "none")
         rows.append((CAUSES[key], *cells))
-    return webpage.table(("what", *names), rows, numbers=range(1, len(names) + 1)) if rows else training.nothing(
-        "No times were recorded."
-    )  # fmt: skip
+    return (
+        webpage.table(("what", *names), rows, numbers=range(1, len(names) + 1))
+        if rows
+        else training_sections.nothing("No times were recorded.")
+    )
 
 
 def _environments(names: Sequence[str], materials: Sequence[Material]) -> str:
@@ -195,5 +197,5 @@ def _environments(names: Sequence[str], materials: Sequence[Material]) -> str:
     keys = [key for key in dict.fromkeys(key for values in environments for key in values)
             if len({values.get(key, "") for values in environments}) > 1]  # fmt: skip
     if not keys:
-        return training.nothing("No differences.")
+        return training_sections.nothing("No differences.")
     return webpage.table(("key", *names), [(key, *(values.get(key, "") for values in environments)) for key in keys])

@@ -15,8 +15,8 @@ from llmrecipes.console import duration
 from llmrecipes.diagnosis.finding import RunFinding
 from llmrecipes.report import charts
 from llmrecipes.report.charts import Line, Spans
-from llmrecipes.report.history import CAUSES, RecordedStart
 from llmrecipes.report.material import Material, at
+from llmrecipes.report.starts import CAUSES, RecordedStart
 from llmrecipes.tracking.events import ENDED_EARLY, TASKS_EVALUATED
 from llmrecipes.units import GIB, gib
 from llmrecipes.untrusted import number

@@ -11,7 +11,7 @@ from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.profile import Costs
 from llmrecipes.io import write_atomic
 from llmrecipes.plan import drawing
-from llmrecipes.report import charts, machine, model, training
+from llmrecipes.report import charts, machine_sections, model, training_sections
 from llmrecipes.report.material import Material
 from llmrecipes.rundir import Run
 
@@ -44,27 +44,27 @@ summary { cursor: pointer; padding: .2rem 0; }
 
 Section = Callable[[Material], str]
 SECTIONS: tuple[tuple[str, str, Section], ...] = (
-    ("loss", "Loss", training.loss),
-    ("stages", "Stages", training.stages),
-    ("speed", "Speed", training.speed),
-    ("held-out", "Held-out text", training.held_out),
-    ("time", "Time line", training.time_line),
-    ("causes", "Where the time went", training.causes),
-    ("memory", "Memory", machine.memory),
-    ("plan", "Plan beside measured", machine.planned),
-    ("stragglers", "Stragglers", machine.stragglers),
-    ("nodes", "Nodes", machine.nodes),
+    ("loss", "Loss", training_sections.loss),
+    ("stages", "Stages", training_sections.stages),
+    ("speed", "Speed", training_sections.speed),
+    ("held-out", "Held-out text", training_sections.held_out),
+    ("time", "Time line", training_sections.time_line),
+    ("causes", "Where the time went", training_sections.causes),
+    ("memory", "Memory", machine_sections.memory),
+    ("plan", "Plan beside measured", machine_sections.planned),
+    ("stragglers", "Stragglers", machine_sections.stragglers),
+    ("nodes", "Nodes", machine_sections.nodes),
     ("model", "Model", model.picture),
-    ("experts", "Experts", machine.experts),
+    ("experts", "Experts", machine_sections.experts),
     ("layers", "Layers", model.layers),
-    ("energy", "Energy and carbon", machine.energy),
-    ("cost", "Cost", machine.cost),
-    ("environment", "Environment", machine.environment),
-    ("doctor", "Checks of nodes and network", machine.doctor),
-    ("data", "Data", machine.data),
-    ("recipe", "Recipe", machine.recipe),
-    ("events", "Events", machine.events),
-    ("logs", "Logs", machine.logs),
+    ("energy", "Energy and carbon", machine_sections.energy),
+    ("cost", "Cost", machine_sections.cost),
+    ("environment", "Environment", machine_sections.environment),
+    ("doctor", "Checks of nodes and network", machine_sections.doctor),
+    ("data", "Data", machine_sections.data),
+    ("recipe", "Recipe", machine_sections.recipe),
+    ("events", "Events", machine_sections.events),
+    ("logs", "Logs", machine_sections.logs),
 )
 
 
@@ -84,25 +84,27 @@ def page(material: Material, refresh: int | None = None) -> str:
     """The page about what was read."""
     run, summary = material.run, material.summary
     again = "this page refreshes itself" if refresh else "run the same command again for a newer page"
-    state = training.STATES.get(summary.state, summary.state)
-    about = f"{state}; last report {training.when(summary.updated)}{machine.age(material)}"
+    state = training_sections.STATES.get(summary.state, summary.state)
+    about = f"{state}; last report {training_sections.when(summary.updated)}{machine_sections.age(material)}"
     body = [
         f"<h1>{webpage.text(run.name)}</h1>",
         f"<p>The run is {webpage.text(about)}.{f' Training continues: {again}.' if material.running else ''}</p>",
     ]
     if material.recipe is not None and material.recipe.description:
         body.append(f'<p class="muted">{webpage.text(material.recipe.description)}</p>')
-    body.append(training.problems(material))
+    body.append(training_sections.problems(material))
     tiles = "".join(
         f"<div><dt>{webpage.text(name)}</dt><dd>{webpage.text(value)}</dd></div>"
-        for name, value in training.figures(material)
+        for name, value in training_sections.figures(material)
     )
     body.append(f'<dl class="figures">{tiles}</dl>')
     links = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title, _ in SECTIONS)
     body.append(f'<nav aria-label="Sections"><ul>{links}</ul></nav>')
     body.append("<main>")
     body += [f'<section id="{name}"><h2>{title}</h2>\n{make(material)}</section>' for name, title, make in SECTIONS]
-    body.append(f'</main><p class="muted">Written {training.when(material.now)} from {webpage.text(run.path)}.</p>')
+    body.append(
+        f'</main><p class="muted">Written {training_sections.when(material.now)} from {webpage.text(run.path)}.</p>'
+    )
     return webpage.page(
         f"Report of {run.name}", "\n".join(body), style=charts.STYLE + drawing.STYLE + STYLE, refresh=refresh
     )
@@ -120,7 +122,7 @@ def as_dict(material: Material) -> dict[str, Any]:
         "seconds": {"wall": past.wall, **past.causes},
         "starts": [vars(start) for start in past.starts],
         "rank_hours": past.rank_hours,
-        "energy": {} if (used := machine.used_energy(material)) is None else used.values(),
+        "energy": {} if (used := machine_sections.used_energy(material)) is None else used.values(),
         "events": dict(material.records.events),
         "doctor": material.examined[-1] if material.examined else None,
     }

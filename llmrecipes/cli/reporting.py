@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from llmrecipes.cli import completion
-from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, RunsOption, site_option
+from llmrecipes.cli.shared_options import DATA, RUNS, DataOption, JsonOption, RunsOption, site_option
 from llmrecipes.errors import UserError
 
 SECONDS_BETWEEN_PAGES = 30
@@ -50,7 +50,7 @@ def report(
     """
     from llmrecipes.hardware.load import load_profile
     from llmrecipes.hardware.profile import Costs
-    from llmrecipes.report.comparison import write
+    from llmrecipes.report.comparison_page import write
     from llmrecipes.rundir import Run
 
     runs = [Run.find(name, runs_dir) for name in names]
