@@ -35,7 +35,7 @@ CODE_BUDGET = {
     "launch": 3120,
     "models": 3930,
     "plan": 5008,
-    "recipe": 7860,
+    "recipe": 7885,
     "report": 1750,
     "scaling": 400,
     "search": 2450,

@@ -12,6 +12,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
 from packaging.version import Version
 
 from llmrecipes.engine.core.model.config import transformer_config
@@ -21,6 +25,7 @@ from llmrecipes.hardware.cluster import DetectedGpu
 from llmrecipes.plan.run_plan import derive_run
 from llmrecipes.recipe.derived.degrees import least_ranks
 from llmrecipes.recipe.load import load, names
+from llmrecipes.recipe.reading.core_fields import core_fields
 from llmrecipes.recipe.schema import Recipe
 from tests.helpers import ROOMY, TRANSFORMER_ENGINES
 
@@ -95,3 +100,9 @@ def test_every_field_of_every_recipe(golden: Callable[[str, Any], None], monkeyp
         differing = {variant: without(document, alike[name]) for variant, document in of.items()}
         result[name] = without(alike[name], common) | {key: each for key, each in differing.items() if each}
     golden("configuration.json", result)
+
+
+def test_the_fields_that_messages_know_are_those_of_the_core() -> None:
+    classes = (TransformerConfig, ModelParallelConfig, OptimizerConfig, DistributedDataParallelConfig)
+    assert set(core_fields()) == {field.name for each in classes for field in fields(each)}
+    assert {each.__name__ for each in classes} == set(core_fields().values())

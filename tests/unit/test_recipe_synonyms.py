@@ -63,7 +63,17 @@ def test_another_frameworks_name_is_answered_with_ours(name: str, meant: list[st
 
 
 @pytest.mark.parametrize(
-    "name", ["dp", "parallelism.data_parallel_size", "sliding_window", "bos_token_id", "optimizer.type"]
+    "name",
+    [
+        "dp",
+        "parallelism.data_parallel_size",
+        "sliding_window",
+        "bos_token_id",
+        "optimizer.type",
+        "model.type",
+        "model.window_size",
+        "optimizer.overlap_cpu_optimizer_d2h_h2d",
+    ],
 )
 def test_what_a_recipe_has_no_key_for_is_explained(name: str) -> None:
     with refused(name) as caught:

@@ -28,6 +28,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
 from llmrecipes.recipe.document import MAX_KEY
+from llmrecipes.recipe.reading.core_fields import core_fields
 from llmrecipes.recipe.reading.synonyms import synonym
 from llmrecipes.recipe.schema import Recipe
 
@@ -312,12 +313,15 @@ class Hint:
 
 
 def hint(name: str, document: type[BaseModel] = Recipe) -> Hint:
-    """Hint for an unknown dotted key: the same name elsewhere, another framework's name for it, or a typo."""
+    """Hint for an unknown dotted key: the same name elsewhere, another framework's name for it, a field of
+    megatron-core, or a typo."""
     same_name = namesake(name, document)
-    if not same_name.keys and not same_name.note:
-        close = nearest(name, document)
-        return Hint((close,) if close else ())
-    return same_name
+    if same_name.keys or same_name.note:
+        return same_name
+    if owner := core_fields().get(name.rpartition(".")[2]):
+        return Hint(note=f"recipes have no key for this field of megatron-core's {owner}")
+    close = nearest(name, document)
+    return Hint((close,) if close else ())
 
 
 def namesake(name: str, document: type[BaseModel] = Recipe) -> Hint:

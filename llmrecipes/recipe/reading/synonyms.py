@@ -182,6 +182,10 @@ NOTES: tuple[tuple[str, str], ...] = (
         "optimizer.type optimizer.name optimizer_type optim",
         "set optimizer.optimizer: adam (AdamW, the default), sgd, muon or lion",
     ),
+    (
+        "model.type model.kind model.arch model.architecture model.is_encoder_decoder",
+        "remove it: models are decoders that the other keys of model describe; encoders are not supported",
+    ),
     ("bos_token_id eos_token_id pad_token_id", "remove it: it comes from the tokenizer"),
     (
         "architectures model_type auto_map _name_or_path transformers_version",
