@@ -192,7 +192,8 @@ def submit_recipe(
 
     place_of_jobs = launcher(to)
     run, launcher_options = taken({**_options(options, place_of_jobs.takes, to), "accept-changes": accept_changes})
-    recipe, words = str(name_or_path), list(override_words(overrides))
+    recipe = str(name_or_path)
+    words = list(override_words(overrides))
     if cluster is None and not place_of_jobs.needs_cluster:
         planned = plan_on_this_machine(recipe, words, nodes, ranks_per_node)
     else:

@@ -12,7 +12,8 @@ from llmrecipes.runfiles import RunFiles
 PROGRAM = "llmrecipes"
 RUNS_DIR, DATA_DIR = Path("runs"), Path("data")
 """Defaults of `--runs-dir` and `--data-dir` if neither the option nor its variable is set."""
-RUNS_VARIABLE, DATA_VARIABLE = "LLMRECIPES_RUNS", "LLMRECIPES_DATA"
+RUNS_VARIABLE = "LLMRECIPES_RUNS"
+DATA_VARIABLE = "LLMRECIPES_DATA"
 
 Value = str | int | float | Path | bool | None
 

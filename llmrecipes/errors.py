@@ -50,8 +50,13 @@ class UserError(Exception):
         again: bool = False,
     ) -> None:
         super().__init__(what)
-        self.what, self.where, self.rule, self.fix, self.code = what, where, rule, fix, code
-        self.parts, self.again = tuple(parts), again
+        self.what = what
+        self.where = where
+        self.rule = rule
+        self.fix = fix
+        self.code = code
+        self.parts = tuple(parts)
+        self.again = again
 
     def __reduce__(self) -> tuple[Callable[[str], UserError], tuple[str]]:
         """Between processes: a subclass, whose own arguments are others, arrives as a UserError."""

@@ -66,9 +66,13 @@ class Silence:
     """
 
     def __init__(self, stream: TextIO, seconds: float = SECONDS) -> None:
-        self._stream, self._seconds = stream, seconds
+        self._stream = stream
+        self._seconds = seconds
         self._lock = threading.RLock()  # a signal handler may print while a line is printed
-        self._printed, self._at_begin, self._shown, self._ended = time.monotonic(), True, 0, False
+        self._printed = time.monotonic()
+        self._at_begin = True
+        self._shown = 0
+        self._ended = False
 
     def begin(self) -> None:
         """Watch the command from now on, in a background thread."""

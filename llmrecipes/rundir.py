@@ -186,5 +186,6 @@ class Run(RunFiles):
         earlier = "it is also an artifact of the run in MLflow"
         if newest is None or newest.manifest.recipe is None:
             return f"restore it from a copy; {earlier}"
-        manifest, target = shlex.quote(str(newest.path / "manifest.json")), shlex.quote(str(self.recipe_file))
+        manifest = shlex.quote(str(newest.path / "manifest.json"))
+        target = shlex.quote(str(self.recipe_file))
         return f'the newest checkpoint has it: python3 -c "{_PRINT_RECIPE}" {manifest} > {target}; {earlier}'

@@ -12,11 +12,15 @@ from typing import Self
 
 from llmrecipes.errors import UserError
 
-RECIPE, PLAN, ENVIRONMENT = "recipe.yaml", "plan.json", "env.json"
+RECIPE = "recipe.yaml"
+PLAN = "plan.json"
+ENVIRONMENT = "env.json"
 DOCUMENTS = (RECIPE, PLAN, ENVIRONMENT)
 """Written at every start; sinks have copies of them."""
 REWINDS = "rewinds.json"
-METRICS, STATUS, EVALUATIONS = "metrics.jsonl", "status.json", "evaluations.jsonl"
+METRICS = "metrics.jsonl"
+STATUS = "status.json"
+EVALUATIONS = "evaluations.jsonl"
 CHECKPOINTS, LOGS = "checkpoints", "logs"
 SUBMISSION = f"{LOGS}/submission.json"
 _ID = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
 
 
 def gib(size: int) -> str:

@@ -59,7 +59,8 @@ def measure_collectives(
         repeats: measured rounds; the result is the median of the slowest rank's times.
     """
     for name, group in groups.items():
-        ranks, near = group.size(), on_the_node(dist.get_process_group_ranks(group), ranks_per_node)
+        ranks = group.size()
+        near = on_the_node(dist.get_process_group_ranks(group), ranks_per_node)
         for operation, prepare in OPERATIONS.items():
             for size in sizes:
                 elements = max(size // 4 // ranks, 1) * ranks
@@ -112,8 +113,10 @@ def _all_to_all(buffer: torch.Tensor, group: Any) -> Callable[[], object]:
 
 def _send_recv(buffer: torch.Tensor, group: Any) -> Callable[[], object]:
     """Each rank sends to the next one of the group and receives from the previous one, like pipeline stages."""
-    ranks, group_rank = dist.get_process_group_ranks(group), group.rank()
-    after, before = ranks[(group_rank + 1) % len(ranks)], ranks[group_rank - 1]
+    ranks = dist.get_process_group_ranks(group)
+    group_rank = group.rank()
+    after = ranks[(group_rank + 1) % len(ranks)]
+    before = ranks[group_rank - 1]
     result = torch.empty_like(buffer)
 
     def call() -> None:
@@ -262,9 +265,12 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """Seconds of no byte, and bytes a second, by least squares of relative errors."""
     weights = [(1 / seconds, size / seconds) for size, seconds in points]
     aa, bb = sum(a * a for a, _ in weights), sum(b * b for _, b in weights)
-    ab, a1, b1 = sum(a * b for a, b in weights), sum(a for a, _ in weights), sum(b for _, b in weights)
+    ab = sum(a * b for a, b in weights)
+    a1 = sum(a for a, _ in weights)
+    b1 = sum(b for _, b in weights)
     determinant = aa * bb - ab * ab
-    latency, slope = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
+    latency = (a1 * bb - b1 * ab) / determinant
+    slope = (b1 * aa - a1 * ab) / determinant
     return max(latency, 1e-6), 1 / max(slope, 1e-12)
 
 
@@ -280,7 +286,8 @@ def steps(spec: BenchSpec, engines: Backend, world: World, platform: Platform, c
     times, processor = [], []
     for number in range(STEP_WARMUP + spec.repeats):
         dist.barrier()
-        started, used = time.perf_counter(), time.process_time()
+        started = time.perf_counter()
+        used = time.process_time()
         engine.train_step(batches)
         platform.synchronize()  # the step returns as soon as the loss is known, while its update still runs
         if number >= STEP_WARMUP:
@@ -345,8 +352,10 @@ def _slowest(times: list[float], platform: Platform) -> tuple[float, ...]:
 def random_tokens(recipe: Recipe, data_parallel_rank: int) -> Iterator[Batch]:
     """Endless micro-batches: the same tokens on every rank of a model replica."""
     random = torch.Generator().manual_seed(data_parallel_rank)
-    size, length = recipe.train.micro_batch_size, recipe.model.seq_length
-    positions, mask = torch.arange(length).expand(size, length), torch.ones(size, length)
+    size = recipe.train.micro_batch_size
+    length = recipe.model.seq_length
+    positions = torch.arange(length).expand(size, length)
+    mask = torch.ones(size, length)
     while True:
         ids = torch.randint(recipe.model.vocab_size, (size, length + 1), generator=random)
         yield {"tokens": ids[:, :-1], "labels": ids[:, 1:], "loss_mask": mask, "position_ids": positions}

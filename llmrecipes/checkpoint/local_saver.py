@@ -89,7 +89,8 @@ class Peers:
         return bool(files)
 
     def _receive_file(self, path: Path, size: int, sender: int, failed: OSError | None) -> OSError | None:
-        data, left = torch.empty(min(size, CHUNK), dtype=torch.uint8), size
+        data = torch.empty(min(size, CHUNK), dtype=torch.uint8)
+        left = size
         with ExitStack() as opened:
             try:
                 stream = opened.enter_context(path.open("wb")) if failed is None else None
@@ -124,7 +125,9 @@ def neighbours(rank: int, ranks: int, per_node: int) -> list[int]:
         ranks: ranks of all nodes, in their order.
         per_node: ranks of a node.
     """
-    nodes, node, local = ranks // per_node, rank // per_node, rank % per_node
+    nodes = ranks // per_node
+    node = rank // per_node
+    local = rank % per_node
     if nodes == 1:
         return [rank]
     first = min(node // 2 * 2, nodes - 2 - nodes % 2)
@@ -273,7 +276,8 @@ class LocalSaver:
         """Wait for the save that is being written. A disk or neighbour that fails costs a local checkpoint only."""
         if self._running is None:
             return
-        running, self._running = self._running, None
+        running = self._running
+        self._running = None
         try:
             running.result()
         except (OSError, RuntimeError) as error:
@@ -308,7 +312,8 @@ class LocalSaver:
         """To the next of the neighbours, from the one before; the first sends first, so that not all wait."""
         mine = self._parts.files(part) if written else []
         theirs = LocalPart(part.step, part.token, self._before, part.ranks)
-        following, before = (peers.place + 1) % peers.size, (peers.place - 1) % peers.size
+        following = (peers.place + 1) % peers.size
+        before = (peers.place - 1) % peers.size
         if peers.place == 0:
             peers.send(mine, following)
         try:

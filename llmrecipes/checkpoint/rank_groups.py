@@ -150,7 +150,9 @@ def own_share(files: Mapping[str, FileRecord], rank: int, ranks: int) -> list[st
 
     A file is whole on one rank; with as many ranks as have written, each gets about the one that it reads next.
     """
-    total, before, names = sum(record.size for record in files.values()), 0, []
+    total = sum(record.size for record in files.values())
+    before = 0
+    names = []
     for name, record in files.items():
         if min((before + record.size / 2) * ranks // max(total, 1), ranks - 1) == rank:
             names.append(name)

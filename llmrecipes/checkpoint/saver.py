@@ -82,7 +82,10 @@ class AsyncSaver:
         keep_best: bool = False,
         saved: Callable[[int], None] | None = None,
     ) -> None:
-        self._store, self._group, self._files, self._async = store, group, files, async_save
+        self._store = store
+        self._group = group
+        self._files = files
+        self._async = async_save
         self._prune_store = partial(store.prune, most_recent_k, keep_interval, keep_best=keep_best)
         self._saved = saved
         self._rank = group.rank
@@ -134,7 +137,8 @@ class AsyncSaver:
             RuntimeError: a save failed for a reason other than the disk: a bug.
         """
         self._collect(block=False)
-        reports, self._finished = self._finished, []
+        reports = self._finished
+        self._finished = []
         return reports
 
     def wait(self) -> list[SaveReport]:
@@ -172,7 +176,8 @@ class AsyncSaver:
     def _collect(self, *, block: bool) -> None:
         if self._running is None or not (block or self._running[1].done()):
             return
-        future, self._running = self._running[1], None
+        future = self._running[1]
+        self._running = None
         self._finished.append(future.result())
 
     def _write(self, state: StateDict, temporary: Path, info: CheckpointInfo, started: float) -> SaveReport:

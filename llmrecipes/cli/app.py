@@ -107,7 +107,8 @@ MOST = {
     "flops": 1e35,
 }  # fmt: skip
 """Largest values of options by the names of their parameters: beyond what any cluster has, and small enough to plan."""
-MOST_OTHERS, MOST_SEED = 1_000_000_000, 2**63 - 1
+MOST_OTHERS = 1_000_000_000
+MOST_SEED = 2**63 - 1
 
 
 class Command(TyperCommand):

@@ -160,7 +160,8 @@ def fabric(
     require_sensible(hosts, profile)
     job = os.environ.get("SLURM_JOB_ID")
     port = port_of(job) if job else FIRST_PORT
-    limits, token = Limits(seconds, seconds + limit), token_of(os.environ)
+    limits = Limits(seconds, seconds + limit)
+    token = token_of(os.environ)
     outcome = meet(FabricRendezvous(hosts, own_number(hosts), port, patience, limits, token), profile)
     if outcome.report is not None:
         if as_json:

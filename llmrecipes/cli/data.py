@@ -112,7 +112,8 @@ def stats(
     if html is not None:
         from llmrecipes.report import data_page, run_page
 
-        languages, domains = overview.languages(prepared), overview.domains(loaded.data.sources)
+        languages = overview.languages(prepared)
+        domains = overview.domains(loaded.data.sources)
         statistics = replace(statistics, languages=languages, domains=domains)
         run_page.write(html, data_page.page(loaded.name, prepared, statistics))
     if as_json:

@@ -99,7 +99,8 @@ def doctor(
     loaded = load(recipe, overrides or []).recipe if recipe else None
     if run_id is not None and _is_done(loaded, runs_dir, run_id):
         return int(ExitCode.DONE)
-    hosts, own = job_hosts(nodes), _own(own_gpus)
+    hosts = job_hosts(nodes)
+    own = _own(own_gpus)
     job = os.environ.get("SLURM_JOB_ID")
     port = port_of(job) if job else FIRST_PORT
     parameters = count(loaded.model, shape(loaded.model)).total if loaded else 0

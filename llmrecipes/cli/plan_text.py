@@ -154,11 +154,13 @@ def _time(
     measure: str,
     predicted: tuple[float, float] | None,
 ) -> list[tuple[str, str, str]]:
-    plan, origin = run.largest, "--step-seconds"
+    plan = run.largest
+    origin = "--step-seconds"
     if seconds is not None:
         whole = seconds * run.full_steps
     elif predicted is not None:
-        (seconds, whole), origin = predicted, f"predicted; measured by {measure}"
+        seconds, whole = predicted
+        origin = f"predicted; measured by {measure}"
     else:
         return [("time of a step", "unknown", f"until measured: {measure}")]
     lines = [
@@ -231,7 +233,8 @@ def layout_lines(laid_out: Layout, ranks: Sequence[Placement]) -> Iterator[str |
 
 
 def _groups(laid_out: Layout, ranks: Sequence[Placement]) -> list[str]:
-    by_name, has_experts = groups(laid_out), ranks[0].experts != (0, 0)
+    by_name = groups(laid_out)
+    has_experts = ranks[0].experts != (0, 0)
     lines = []
     for name, words in GROUP_NAMES.items():
         if len(by_name[name][0]) > 1 and (has_experts or not name.startswith("e")):

@@ -111,7 +111,8 @@ def curve_lines(points: Iterable[CurvePoint]) -> Iterator[str | TextTable]:
         values = point.as_dict()
         figures = (point.reason, "", "", "")
         if point.candidate is not None:
-            speed, share = values["tokens_per_second_per_gpu"], values["mfu_full"]
+            speed = values["tokens_per_second_per_gpu"]
+            share = values["mfu_full"]
             figures = (point.candidate.key, f"{speed:,.0f}", f"{share:.1%}", f"{values['step_seconds']:.3g} s")
         rows.append((point.kind, f"{point.gpus:,}", f"{point.global_batch_size:,}", *figures))
     yield TextTable([head, *rows], right=(1, 2, 4, 5, 6))
@@ -120,7 +121,8 @@ def curve_lines(points: Iterable[CurvePoint]) -> Iterator[str | TextTable]:
 def forecast_text(forecast: Forecast) -> str:
     """Lines of name and value."""
     values = forecast.as_dict()
-    peak, speed = values["mfu_full"], values["tokens_per_second_per_gpu"]
+    peak = values["mfu_full"]
+    speed = values["tokens_per_second_per_gpu"]
     least, most = forecast.speed_range
     world = values["world_size"]
     layout = ", ".join(f"{name} {size}" for name, size in values["parallelism"].items() if size not in (1, None))
@@ -166,7 +168,8 @@ def forecast_text(forecast: Forecast) -> str:
 def _saves(forecast: Forecast, saving: Saving) -> list[tuple[str, str]]:
     written = f"training waits {saving.stall:.2g}s, complete after {duration(saving.write)}"
     lines = [("checkpoint", f"{gib(saving.bytes)}, {written}")]
-    best, share = saving.best_interval, saving.effective(saving.interval)
+    best = saving.best_interval
+    share = saving.effective(saving.interval)
     most = saving.effective(best)
     if saving.mtbf is None or best is None or share is None or most is None:
         return [*lines, ("failures", "unknown: the profile has no failures.gpu_hours_per_failure")]

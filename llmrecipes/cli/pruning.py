@@ -70,7 +70,8 @@ def prune(
         print(json.dumps(created.as_dict()))
         return
     origin = created.origin
-    before, after = number(origin["parameters_before"]), number(origin["parameters"])
+    before = number(origin["parameters_before"])
+    after = number(origin["parameters"])
     text = f" on {origin['tokens']:,} tokens" if "tokens" in origin else ""
     print(f"pruned {origin['run']}, step {origin['step']}, {before} parameters, by {origin['method']}{text}")
     if "layers" in origin:

@@ -133,14 +133,16 @@ def new(
         _translate(source, wanted, out, force=force, as_json=as_json)
         return
     created = make(wanted)
-    path, plan = write(created.recipe.name, created.text, out, force=force), created.plan
+    path = write(created.recipe.name, created.text, out, force=force)
+    plan = created.plan
     if as_json:
         shown = {"path": str(path), "like": created.like, "fits": plan.fits, "world_size": plan.world_size}
         shown |= {"parameters": plan.num_parameters.total, "tokens": plan.total_tokens}
         print(json.dumps({**shown, "no_files": created.elsewhere}, indent=2))
         return
     print(f"wrote  {path}: {number(plan.num_parameters.total)} parameters in the shape of {created.form}")
-    steps, ranks = created.recipe.train.train_iters, plan.world_size
+    steps = created.recipe.train.train_iters
+    ranks = plan.world_size
     print(
         f"       {number(plan.total_tokens)} tokens in {steps:,} steps on {ranks} {'rank' if ranks == 1 else 'ranks'}"
     )

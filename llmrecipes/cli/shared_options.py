@@ -195,9 +195,12 @@ def _parameter(field: Field) -> Parameter:
     word = f"--{field.word}/--no-{field.word}" if default is True or kind == bool | None else f"--{field.word}"
     least = option.least
     if option.read is not None:
-        kind, default, least = str | None, None, None
+        kind = str | None
+        default = None
+        least = None
     elif get_origin(kind) is tuple:
-        kind, default = list[str] | None, None
+        kind = list[str] | None
+        default = None
     shown = typer.Option(word, help=option.help, metavar=option.metavar, min=least)
     return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, shown])
 

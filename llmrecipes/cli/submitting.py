@@ -191,7 +191,8 @@ def _print_ends(logs: Logs) -> None:
 
 
 def _print_job(done: Submitted, job: JobHandle) -> None:
-    planned, logs = done.planned, job.logs()
+    planned = done.planned
+    logs = job.logs()
     print(f"job {job.ref.job_id}: {_count(planned.plan.world_size, 'rank')} on {_count(planned.nodes, 'node')}")
     print(f"run  {done.submission.run_dir}" if not logs.command else f"run  {done.submission.run_id}")
     for log in (*map(str, logs.files), *([shlex.join(logs.command)] if logs.command else [])):

@@ -142,7 +142,8 @@ def prepare(
     if verify:
         from llmrecipes.data.folder.leaks import check_near_copies  # imports megatron-core
 
-        documents, copies = prepared.verify(), check_near_copies(prepared)
+        documents = prepared.verify()
+        copies = check_near_copies(prepared)
     if as_json:
         near = None if copies is None else asdict(copies)
         values = {"path": str(prepared.path), "verified_documents": documents, "near_copies": near}
@@ -213,7 +214,8 @@ def lr_range(
 
         require_file(plot)
     setup_logging()
-    loaded, log = load(recipe, overrides or []).recipe, _silent if as_json else _say
+    loaded = load(recipe, overrides or []).recipe
+    log = _silent if as_json else _say
     result = workflow.lr_range(loaded, Paths(runs_dir, data_dir), low, high, steps, nproc, log)
     if plot is not None:
         workflow.draw(result, plot)

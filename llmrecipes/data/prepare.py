@@ -134,7 +134,8 @@ def _shards(recipe: Recipe, target: Path, executor: Executor, log: Callable[[str
     """
     from llmrecipes.data.preparation.shards import PLAN, Shards, plan, read_plan
 
-    folder, stored = _shards_folder(target), None
+    folder = _shards_folder(target)
+    stored = None
     if (folder / PLAN).exists():
         try:
             stored = read_plan(folder, recipe.data.sources)
@@ -252,7 +253,9 @@ def _encoder_spec(recipe: Recipe, folder: Path, tokenizer: TokenizerRecord, dtyp
 
     section = recipe.data.tokenizer
     by_word = section.type == "bpe" and section.pattern == "words"
-    steps, chat, fim = step_spec(recipe.data), _chat(recipe), infilling.fim_spec(recipe.data, tokenizer.fim)
+    steps = step_spec(recipe.data)
+    chat = _chat(recipe)
+    fim = infilling.fim_spec(recipe.data, tokenizer.fim)
     file = folder / TOKENIZER
     identity = tokenizer.sha256
     prefix = tuple(tokenizer.prefix or ())
@@ -284,8 +287,11 @@ def _fill(
     from llmrecipes.data.preparation.valid_sets import write_sets
     from llmrecipes.data.tokens import templates
 
-    stored, spec = read_plan(shards.folder, recipe.data.sources), shards.spec
-    tokenizer, dtype, spec_of_chat = stored.tokenizer, stored.dtype, spec.chat
+    stored = read_plan(shards.folder, recipe.data.sources)
+    spec = shards.spec
+    tokenizer = stored.tokenizer
+    dtype = stored.dtype
+    spec_of_chat = spec.chat
     for file in (TOKENIZER, *([] if recipe.data.chat is None else [templates.NAME])):
         shutil.copyfile(shards.folder / file, part / file)
     records, held_out, talks = collect(part, shards, log)
@@ -354,7 +360,8 @@ def _tokenizer(
     from llmrecipes.data.tokens import infilling, tokenizer
     from llmrecipes.data.tokens.templates import special_tokens
 
-    section, sample_bytes = recipe.data.tokenizer, None
+    section = recipe.data.tokenizer
+    sample_bytes = None
     if section.type == "bpe":
         started = time.monotonic()
         chat = recipe.data.chat

@@ -47,6 +47,7 @@ def of_data(manifest: Mapping[str, Any]) -> Iterator[Sighting]:
             evidence = {"source": label, "equal": equal, "near": near, "read": read}
             yield Sighting("duplicate_data", None, text, evidence)
     if of_files:
-        documents, ((most, _), *_) = of_files.total(), of_files.most_common(1)
+        documents = of_files.total()
+        ((most, _), *_) = of_files.most_common(1)
         text = f"{documents:,} documents had text of evaluation files, most of them of {most}"
         yield Sighting("leaking_data", None, text, {"documents": documents, "file": most})

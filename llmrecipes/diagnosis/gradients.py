@@ -27,7 +27,8 @@ class GradientNorm:
     def __init__(self, facts: RunFacts) -> None:
         self._clip, self._one_batch = facts.clip, facts.one_batch
         self._norms: deque[float] = deque(maxlen=WINDOW)
-        self._lowest, self._first = math.inf, 0.0
+        self._lowest = math.inf
+        self._first = 0.0
         self._median: float | None = None
         self._spikes = deque[bool](maxlen=AMONG)
         self._layers: tuple[int, dict[str, float]] | None = None
@@ -35,7 +36,8 @@ class GradientNorm:
     def add(self, record: Record) -> Iterator[Sighting]:
         if norms := of_layers(record, "grad_norm"):
             self._layers = record["step"], norms
-        norm, step = value(record, "grad_norm"), record["step"]
+        norm = value(record, "grad_norm")
+        step = record["step"]
         if norm is None or not steps_only(record):
             return
         usual = self._median if len(self._norms) == WINDOW else None
@@ -50,7 +52,8 @@ class GradientNorm:
             evidence = {"grad_norm": median, "lowest": self._lowest, "clip_grad": self._clip, **self._largest()}
             yield Sighting("exploding_gradients", step, text, evidence)
         elif self._spikes[-1] and sum(self._spikes) >= SPIKES:
-            spikes, last = sum(self._spikes), len(self._spikes)
+            spikes = sum(self._spikes)
+            last = len(self._spikes)
             text = f"in {spikes} of the last {last} steps the gradient norm was over {EXPLODES:.0f} times its median"
             text += self._where()
             evidence = {"spikes": spikes, "steps": last, "grad_norm": norm, "median": usual, "clip_grad": self._clip}
@@ -168,7 +171,8 @@ def _loads(layer: Any) -> tuple[int | None, Sequence[int], int, int]:
     if not isinstance(counts, list | tuple) or len(counts) < 2:
         return nothing
     try:
-        lowest, total = min(counts), sum(counts)
+        lowest = min(counts)
+        total = sum(counts)
     except TypeError:  # not all are numbers
         return nothing
     return (layer["layer"], counts, lowest, total) if type(total) is int and lowest >= 0 < total else nothing

@@ -22,7 +22,9 @@ class Divergence:
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=WINDOW)
-        self._lowest, self._where, self._noise = math.inf, 0, math.inf
+        self._lowest = math.inf
+        self._where = 0
+        self._noise = math.inf
 
     def add(self, record: Record) -> Iterator[Sighting]:
         step = record["step"]
@@ -37,7 +39,8 @@ class Divergence:
         median = median_of(self._losses)
         self._noise = min(self._noise, noise(self._losses))
         if median < self._lowest:
-            self._lowest, self._where = median, step
+            self._lowest = median
+            self._where = step
         elif median > self._lowest + max(NATS, DEVIATIONS * self._noise):
             text = f"the median loss rose from {self._lowest:.3f} (step {self._where}) to {median:.3f} (step {step})"
             yield Sighting("divergence", step, text, {"loss": median, "lowest": self._lowest, "lowest_at": self._where})
@@ -83,14 +86,16 @@ class LearningRateHigh:
         self._bucket = []
         if len(self._noises) == CALM:
             self._noise = min(self._noise, median_of(self._noises))
-        last, self._last = self._last, median
+        last = self._last
+        self._last = median
         if last is None or not math.isfinite(self._noise):
             return
         # 1.25: the standard error of a median, in that of a mean.
         limit = max(6 * 1.25 * self._noise * math.sqrt(2 / BUCKET), 0.02 * last)
         self._rises.append(median - last > limit)
         if self._rises[-1] and sum(self._rises) >= RISES:
-            rises, step = sum(self._rises), record["step"]
+            rises = sum(self._rises)
+            step = record["step"]
             text = (
                 f"in {rises} of the last {len(self._rises)} groups of {BUCKET} steps the loss rose by more than "
                 f"{limit:.3f}, which the noise of its batches ({self._noise:.3f}) does not explain"
@@ -167,15 +172,18 @@ class Guessing:
         self._warmup, self._steps = facts.warmup, facts.steps
         self._guessing = math.log(facts.vocabulary) if facts.vocabulary > 1 else math.inf
         self._losses: deque[float] = deque(maxlen=WINDOW)
-        self._lowest, self._lowest_at = math.inf, 0
+        self._lowest = math.inf
+        self._lowest_at = 0
 
     def add(self, record: Record) -> Iterator[Sighting]:
-        loss, step = value(record, "loss"), record["step"]
+        loss = value(record, "loss")
+        step = record["step"]
         if loss is None or not steps_only(record):
             return
         self._losses.append(loss)
         if loss < self._lowest:
-            self._lowest, self._lowest_at = loss, step
+            self._lowest = loss
+            self._lowest_at = step
         median = median_of(self._losses)
         if median <= self._guessing + ABOVE or not (step >= self._warmup + LOW_AFTER or step == self._steps):
             return
@@ -203,7 +211,9 @@ class Plateau:
 
     def __init__(self, facts: RunFacts) -> None:
         self._size = max(1, round(max(PLATEAU_LEAST, PLATEAU_SHARE * facts.steps) / _PARTS))
-        self._lr, self._one_batch, self._warmup = facts.lr, facts.one_batch, facts.warmup
+        self._lr = facts.lr
+        self._one_batch = facts.one_batch
+        self._warmup = facts.warmup
         self._parts: deque[tuple[float, float]] = deque(maxlen=_PARTS)
         self._sum = self._squares = 0.0
         self._number = 0
@@ -220,7 +230,9 @@ class Plateau:
             return
         mean = self._sum / self._number
         self._parts.append((mean, max(0.0, self._squares / self._number - mean * mean)))
-        self._number, self._sum, self._squares = 0, 0.0, 0.0
+        self._number = 0
+        self._sum = 0.0
+        self._squares = 0.0
         if len(self._parts) == _PARTS:
             yield from self._judge(record)
 
@@ -228,7 +240,8 @@ class Plateau:
         lr = value(record, "lr")
         if self._lr and lr is not None and lr < FEW_UPDATES * self._lr:
             return
-        parts, half = [*self._parts], _PARTS // 2
+        parts = [*self._parts]
+        half = _PARTS // 2
         before = statistics.fmean(mean for mean, _ in parts[:half])
         after = statistics.fmean(mean for mean, _ in parts[half:])
         variance = statistics.fmean(variance for _, variance in parts)
@@ -273,7 +286,10 @@ class Overfitting:
             return
         now = statistics.fmean(self._losses)
         if held_out < self._best:
-            self._best, self._best_at, self._loss_then, self._worse = held_out, record["step"], now, 0
+            self._best = held_out
+            self._best_at = record["step"]
+            self._loss_then = now
+            self._worse = 0
             return
         rises = held_out > self._best * (1 + OVERFITTING) and now < self._loss_then * (1 - OVERFITTING)
         self._worse = self._worse + 1 if rises else 0
@@ -301,7 +317,9 @@ class TrainValidGap:
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=50)
-        self._smallest, self._smallest_at, self._wide = math.inf, 0, 0
+        self._smallest = math.inf
+        self._smallest_at = 0
+        self._wide = 0
 
     def add(self, record: Record) -> Iterator[Sighting]:
         loss = value(record, "loss")
@@ -313,7 +331,8 @@ class TrainValidGap:
         now = statistics.fmean(self._losses)
         gap = held_out - now
         if gap < self._smallest:
-            self._smallest, self._smallest_at = gap, record["step"]
+            self._smallest = gap
+            self._smallest_at = record["step"]
         # Before the model knows anything, the mean of the last training losses is behind: the gap is below zero.
         grown = gap - max(self._smallest, 0.0)
         self._wide = self._wide + 1 if grown > GAP * now else 0

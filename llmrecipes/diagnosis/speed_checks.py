@@ -54,7 +54,8 @@ class Use:
                 text = f"ranks wait {self._waited:.0%} of a step of {seconds:.3g} s for data"
                 evidence = {"waiting": self._waited, "step_seconds": seconds}
                 yield Sighting("loader_bound", record["step"], text, evidence)
-        used, mfu = spread(record, "nodes", "gpu_use"), value(record, "mfu")
+        used = spread(record, "nodes", "gpu_use")
+        mfu = value(record, "mfu")
         if used is not None:
             self._measured = True
             if self._idle.add(used.median < LOW_USE):
@@ -95,7 +96,8 @@ class Clocks:
         throttled = spread(record, "nodes", "throttled")
         if throttled is None or not self._throttled.add(throttled.most > 0):
             return
-        clock, heat = spread(record, "nodes", "sm_clock_mhz"), spread(record, "nodes", "temperature_c")
+        clock = spread(record, "nodes", "sm_clock_mhz")
+        heat = spread(record, "nodes", "temperature_c")
         evidence = {
             "node": throttled.where,
             "share": throttled.most,
@@ -118,9 +120,12 @@ class SlowRank:
     """
 
     def __init__(self, facts: RunFacts) -> None:
-        self._limit, self._stages, self._experts = facts.straggler, facts.pipeline_stages, facts.experts
+        self._limit = facts.straggler
+        self._stages = facts.pipeline_stages
+        self._experts = facts.experts
         self._ranks: float | None = None
-        self._slow, self._rank = Lasting(SLOW_REPORTS, MOST), ""
+        self._slow = Lasting(SLOW_REPORTS, MOST)
+        self._rank = ""
 
     def add(self, record: Record) -> Iterator[Sighting]:
         if record.get("event") == STARTED and isinstance(details := record.get("details"), dict):
@@ -159,7 +164,9 @@ class MemoryCreep:
 
     def _start(self) -> None:
         self._groups: deque[float] = deque(maxlen=GROUPS)
-        self._number, self._most, self._warming = 0, 0.0, WARM_UP
+        self._number = 0
+        self._most = 0.0
+        self._warming = WARM_UP
 
     def add(self, record: Record) -> Iterator[Sighting]:
         if record.get("event") == STARTED:  # another process
@@ -170,7 +177,9 @@ class MemoryCreep:
         self._number, self._most = self._number + 1, max(self._most, used)
         if self._number < GROUP:
             return
-        most, self._number, self._most = self._most, 0, 0.0
+        most = self._most
+        self._number = 0
+        self._most = 0.0
         if self._warming:
             self._warming -= 1
             return
@@ -211,7 +220,8 @@ class Storage:
         details = record.get("details")
         if record.get("event") != "checkpoint_saved" or not isinstance(details, dict):
             return
-        wrote, waited = value(details, "seconds"), value(details, "loop_waited") or 0.0
+        wrote = value(details, "seconds")
+        waited = value(details, "loop_waited") or 0.0
         trained, steps = self._since, self._steps
         self._since, self._steps = 0.0, 0
         if wrote is None or steps < FIRST:

@@ -288,7 +288,8 @@ def check_directory(
         )
         return
     disk = shutil.disk_usage(existing)
-    free, needed = disk.free, CHECKPOINTS * checkpoint_bytes
+    free = disk.free
+    needed = CHECKPOINTS * checkpoint_bytes
     if free < max(needed, GIB):
         what = f"{free / GIB:.1f} GiB free in {existing}"
         what += f", but {CHECKPOINTS} checkpoints need {needed / GIB:.1f}" if needed else ""
@@ -312,7 +313,8 @@ def _temporary(directory: Path) -> str | None:
 
 def _operations(folder: Path, name: str) -> Iterator[Finding]:
     """Check directory rename, which publishes checkpoints, and file replacement."""
-    old, new = folder / "old", folder / "new"
+    old = folder / "old"
+    new = folder / "new"
     new.mkdir()
     (new / "part").write_text("x", "ascii")
     try:

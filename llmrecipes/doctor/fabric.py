@@ -53,7 +53,8 @@ def check(ports: Sequence[Port], profile: Profile | None, user: Mapping[str, str
 
 
 def _check_wanted(ports: Sequence[Port], profile: Profile, user: Mapping[str, str]) -> Iterator[Finding]:
-    wanted, choice = expected(profile), choose(ports, profile, user)
+    wanted = expected(profile)
+    choice = choose(ports, profile, user)
     for name in choice.absent:
         devices = ", ".join(sorted({port.device for port in ports})) or "none"
         yield fail(f"adapter {name}", f"missing, but selected by {choice.reason}", f"adapters of this node: {devices}")
@@ -178,13 +179,12 @@ def _chosen(profile: Profile | None, user: Mapping[str, str]) -> str:
 
 
 def _unusable(port: Port, folder: Path, index: str) -> Finding:
-    name, fix = (
-        f"RoCE {port.name}",
-        f"show_gids lists the GIDs of an adapter; {GID_INDEX} chooses one, RoCE v2 with IPv4",
-    )
+    name = f"RoCE {port.name}"
+    fix = f"show_gids lists the GIDs of an adapter; {GID_INDEX} chooses one, RoCE v2 with IPv4"
     if not index:
         return fail(name, "no RoCE v2 GID with an IPv4 address", "assign an IPv4 address to the adapter's interface")
-    kind, gid = _read(folder, "gid_attrs", "types", index), _read(folder, "gids", index)
+    kind = _read(folder, "gid_attrs", "types", index)
+    gid = _read(folder, "gids", index)
     if gid in ("", EMPTY_GID):
         return fail(name, f"GID {index} is empty", fix)
     if kind == "RoCE v2":
@@ -205,7 +205,8 @@ DEVICES = Path("/sys/bus/pci/devices")
 DMA_BUF = (5, 12)
 """First Linux with DMA-BUF for RDMA (NVIDIA's GPU Operator documentation, GPUDirect RDMA)."""
 _ADDRESS = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-_GPU, _ADAPTER = ("0x0300", "0x0302"), ("0x0200", "0x0207")
+_GPU = ("0x0300", "0x0302")
+_ADAPTER = ("0x0200", "0x0207")
 NVIDIA, MELLANOX = "0x10de", "0x15b3"
 EXPRESS, ACCESS_CONTROL = 0x10, 0x0D
 """Capabilities: PCI Express, and (extended) Access Control Services."""
@@ -258,7 +259,9 @@ def check_gpudirect(support: Support, profile: Profile | None) -> Iterator[Findi
 
 def access_control(devices: Path = DEVICES) -> Iterator[Finding]:
     """Whether PCIe switches above GPUs and adapters send their traffic through the root complex (ACS)."""
-    redirected, hidden, above = [], False, set()
+    redirected = []
+    hidden = False
+    above = set()
     for device in devices.glob("*"):
         if _is(device, NVIDIA, _GPU) or _is(device, MELLANOX, _ADAPTER):
             above |= {folder for folder in device.resolve().parents if _ADDRESS.fullmatch(folder.name)}
@@ -295,7 +298,8 @@ def _port_type(config: bytes) -> int | None:
     while at >= 0x40 and steps < 48:
         if config[at] == EXPRESS:
             return int.from_bytes(config[at + 2 : at + 4], "little") >> 4 & 0xF
-        at, steps = config[at + 1], steps + 1
+        at = config[at + 1]
+        steps = steps + 1
     return None
 
 

@@ -73,7 +73,8 @@ def parse(report: str) -> tuple[str, list[GpuState]]:
     Raises:
         UnreadableReport: it is not complete.
     """
-    begin, end = report.find("<nvidia_smi_log"), report.rfind(_END)
+    begin = report.find("<nvidia_smi_log")
+    end = report.rfind(_END)
     try:
         text = _UNSAFE.sub("", report[begin : end + len(_END)])
         root = ElementTree.fromstring(text)  # noqa: S314 - written by the machine's own nvidia-smi
@@ -334,7 +335,8 @@ def check_kernel_log(log: Sequence[str] | None, now: float, fine: Collection[str
         return
     seen: dict[tuple[str, int], tuple[float, str, int]] = {}
     for line in log:
-        message, stamp = _XID.search(line), _RECORD.match(line)
+        message = _XID.search(line)
+        stamp = _RECORD.match(line)
         if message and int(message[2]) not in APPLICATION:
             at = int(stamp[1]) / 1e6 if stamp else now
             key = (message[1], int(message[2]))

@@ -63,7 +63,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         self.storages.now += 1
-        namespace, name = func.namespace, func._schema.name.partition("::")[2]
+        namespace = func.namespace
+        name = func._schema.name.partition("::")[2]
         if namespace == "c10d":
             result = self._collective(func, name, args, options)
         elif name == "masked_select" and args[0].is_meta:

@@ -84,7 +84,8 @@ def dry_run(spec: DryRunSpec, rank: int, log: Callable[[str], None] = lambda lin
         with recording(recorder), passes.watched():
             engine.train_step(batches(plan))
         operations = storages.now - first
-        traffic, waits = _traffic(recorder, spec), dict(recorder.waits)
+        traffic = _traffic(recorder, spec)
+        waits = dict(recorder.waits)
         timeline = storages.timeline(first)
         fullest, memory = max(timeline, key=lambda moment: moment[1].total())
         save = plan_save(engine)
@@ -128,12 +129,14 @@ def _chosen(plan: Plan) -> float:
 
 def batches(plan: Plan) -> Iterator[Batch]:
     """Micro-batches in host memory; their tokens do not matter."""
-    size, length = plan.recipe.train.micro_batch_size, plan.recipe.model.seq_length
+    size = plan.recipe.train.micro_batch_size
+    length = plan.recipe.model.seq_length
     tokens = torch.zeros(size, length, dtype=torch.long)
     positions = torch.arange(length).expand(size, -1).contiguous()
     if plan.recipe.dpo is not None and rows_of_a_pair(plan.recipe) == 1:
         positions[:, length // 2 :] = torch.arange(length - length // 2)
-    distill, said = plan.recipe.distill, dict[str, torch.Tensor]()
+    distill = plan.recipe.distill
+    said = dict[str, torch.Tensor]()
     if distill is not None and distill.logits is not None:
         shape = size, length, distill.top_k or 0
         said = {"teacher_ids": torch.zeros(shape, dtype=torch.int32), "teacher_logits": torch.zeros(shape)}
@@ -168,7 +171,8 @@ def _of_step(plan: Plan, stage: int) -> tuple[Recipe, Shape, Layout, int, int, s
 
 
 def _planned(plan: Plan, stage: int) -> dict[str, int]:
-    memory, moment = of_stage(*_of_step(plan, stage)), peak(*_of_step(plan, stage))
+    memory = of_stage(*_of_step(plan, stage))
+    moment = peak(*_of_step(plan, stage))
     # The comparison with a teacher keeps its gradient only after it has held the most.
     kept = moment.kept_logits if plan.recipe.distill is None else 0
     states = {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
@@ -275,7 +279,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", module=r"llmrecipes\.dryrun\.recorder")
     path = Path(sys.argv[1])
     spec = DryRunSpec.model_validate_json(path.read_text("utf-8"))
-    began, ranks = time.monotonic(), len(spec.ranks)
+    began = time.monotonic()
+    ranks = len(spec.ranks)
     for number, rank in enumerate(spec.ranks, start=1):
         which = f"rank {rank}" + (f" ({number} of {len(spec.ranks)})" if len(spec.ranks) > 1 else "")
         report = dry_run(spec, rank, partial(_say, which))

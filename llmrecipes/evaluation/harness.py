@@ -99,7 +99,8 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts, in windows that do not share scored tokens."""
         del disable_tqdm
-        longest, parts = self._lead.positions, list[int]()
+        longest = self._lead.positions
+        parts = list[int]()
 
         def rows() -> Iterator[tuple[list[int], int]]:
             for number, request in enumerate(requests):

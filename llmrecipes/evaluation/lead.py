@@ -76,8 +76,11 @@ class RankZeroScorer:
         stop: Callable[[], bool] = lambda: False,
         progress: Counted | None = None,
     ) -> None:
-        self.tokenizer, self.positions = tokenizer, scorer.positions
-        self._scorer, self._world, self._stop = scorer, world, stop
+        self.tokenizer = tokenizer
+        self.positions = scorer.positions
+        self._scorer = scorer
+        self._world = world
+        self._stop = stop
         self._rows = batch_size * world.data_parallel_size
         self._answering = False
         self.name, self._progress = "", progress
@@ -201,7 +204,8 @@ class RankZeroScorer:
             for row, ids in zip(tokens, question.rows, strict=True):
                 row[: len(ids)] = torch.tensor(ids)
             return self._scorer.score(tokens)
-        tokenizer, until = self.tokenizer, question.until
+        tokenizer = self.tokenizer
+        until = question.until
 
         def ended(new: list[int]) -> bool:
             if new[-1] == tokenizer.eod:

@@ -26,7 +26,8 @@ class LogitsScorer:
     """
 
     def __init__(self, forward: Callable[[torch.Tensor], torch.Tensor], positions: int) -> None:
-        self.positions, self._forward = positions, forward
+        self.positions = positions
+        self._forward = forward
 
     @classmethod
     def of_folder(cls, folder: Path) -> LogitsScorer:
@@ -75,7 +76,8 @@ class LogitsScorer:
     ) -> list[list[int]]:
         continued = []
         for prompt, limit, seed in zip(prompts, limits, seeds, strict=True):
-            random, new = torch.Generator().manual_seed(seed), list[int]()
+            random = torch.Generator().manual_seed(seed)
+            new = list[int]()
             while len(new) < min(limit, self.positions - len(prompt)):
                 logits = self._forward(torch.tensor([[*prompt, *new]]))[0, -1]
                 new.append(draw(logits, replace(sampling, seed=seed), random))

@@ -107,7 +107,8 @@ class Prepare:
         Raises:
             UserError: see the tasks.
         """
-        request, results = self.request, list[EvaluationResult]()
+        request = self.request
+        results = list[EvaluationResult]()
         for texts in self.texts:
             logger.info("perplexity on %s", texts.name)
             lead.name = texts.name
@@ -127,7 +128,8 @@ class Prepare:
     def _perplexity(self, lead: RankZeroScorer, texts: Texts) -> EvaluationResult:
         request, prepared, window = self.request, self.prepared, self.window
         stride = request.stride or max(1, window // 2)
-        size, count = texts.bytes(prepared), texts.count(prepared)
+        size = texts.bytes(prepared)
+        count = texts.count(prepared)
         if request.per_document is None or prepared is None or texts.split is None:
             documents = texts.documents(self.tokenizer, prepared)
             return perplexity(lead, texts.name, documents, length=window, stride=stride, text_bytes=size, count=count)
@@ -333,7 +335,8 @@ def draw_pieces(prepared: Prepared, split: Split, length: int, samples: int, see
     Raises:
         UserError: no document is long enough.
     """
-    draw, record = random.Random(seed), prepared.manifest.tokenizer
+    draw = random.Random(seed)
+    record = prepared.manifest.tokenizer
     prefix = record.prefix or []
     places = [
         (file, n)
@@ -434,7 +437,8 @@ def bias(lead: RankZeroScorer) -> EvaluationResult:
 
 def _sentences(lead: RankZeroScorer) -> Iterator[tuple[int, tuple[tuple[list[int], int], tuple[list[int], int]]]]:
     """Sign, and the rows of the two sentences, of which the occupation is scored."""
-    encode, start = lead.tokenizer.encode, lead.tokenizer.start
+    encode = lead.tokenizer.encode
+    start = lead.tokenizer.start
     for sign, occupations in ((1, MALE), (-1, FEMALE)):
         for occupation in occupations:
             last = encode(f" {occupation}")

@@ -47,7 +47,9 @@ def perplexity(
     def nats() -> Iterator[float]:
         nonlocal documents, tokens, total_bytes
         for text, value in document_nats(lead, texts, length=length, stride=stride):
-            documents, tokens, total_bytes = documents + 1, tokens + len(text.tokens), total_bytes + text.bytes
+            documents = documents + 1
+            tokens = tokens + len(text.tokens)
+            total_bytes = total_bytes + text.bytes
             each(value, len(text.tokens))
             yield value
 

@@ -149,7 +149,8 @@ def require_loader(config: Mapping[str, Any], file: Path) -> None:
     Raises:
         UserError: another loader, a script, or a URL.
     """
-    path, options = config["dataset_path"], config.get("dataset_kwargs") or {}
+    path = config["dataset_path"]
+    options = config.get("dataset_kwargs") or {}
     if not (path in LOADERS or Path(path).is_dir() or _ON_HUB.fullmatch(path)):
         raise UserError(
             f"dataset_path: {path}",
@@ -182,7 +183,8 @@ def _invalid(error: ValidationError, kind: type[TaskSection], file: Path) -> Use
         rule = "a task file may have those keys of lm-evaluation-harness that are data"
         fix = f"remove it; or {TRUST}"
     else:
-        rule, fix = "values of a task file must have the types of lm-evaluation-harness's keys", f"fix {key}"
+        rule = "values of a task file must have the types of lm-evaluation-harness's keys"
+        fix = f"fix {key}"
     missing = first["type"] == "missing"
     what = f"{key} is missing" if missing else f"{key}: {first['msg']}: {str(first['input'])[:80]!r}"
     return UserError(what, where=str(file), rule=rule, fix=f"add {key}" if missing else fix)

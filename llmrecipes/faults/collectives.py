@@ -35,7 +35,8 @@ def last_collectives() -> str:
         with suppress(AttributeError, RuntimeError, ValueError, KeyError, TypeError):
             for entry in json.loads(getattr(c10d, name)(True, False)).get("entries", ()):
                 if not entry["is_p2p"]:
-                    number, (group, about) = int(entry["collective_seq_id"]), entry["process_group"]
+                    number = int(entry["collective_seq_id"])
+                    group, about = entry["process_group"]
                     label = f"{group} ({about})" if about not in ("", "undefined") else str(group)
                     if number >= by_group.get(label, {"number": 0})["number"]:
                         what = f"{entry['profiling_name']} of {entry['input_sizes']}"

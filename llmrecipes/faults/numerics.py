@@ -57,7 +57,11 @@ class NonFinite(UserError):
         samples: Sequence[int] = (),
         again: bool = False,
     ) -> None:
-        self.step, self.rank, self.quantity, self.value, self.first_bad = step, rank, quantity, value, first_bad
+        self.step = step
+        self.rank = rank
+        self.quantity = quantity
+        self.value = value
+        self.first_bad = first_bad
         self.node, self.samples, self.again = node, tuple(samples), again
         where = f"first bad parameter: {first_bad}" if first_bad else "all parameters and gradients on it are finite"
         super().__init__(
@@ -130,7 +134,8 @@ class SpikeRule:
     """
 
     def __init__(self, window: int, sigmas: float, losses: Iterable[float] = (), norms: Iterable[float] = ()) -> None:
-        self._least, self._sigmas = -(-window // 2), sigmas
+        self._least = -(-window // 2)
+        self._sigmas = sigmas
         self.losses, self.norms = deque(losses, maxlen=window), deque(norms, maxlen=window)
 
     def add(self, loss: float, norm: float) -> StepSpike | None:

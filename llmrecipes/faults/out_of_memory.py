@@ -61,7 +61,8 @@ def memory_hints(plan: Plan, *, allocator: str = "") -> list[str]:
         One line per hint, with a key and its new value; without those the recipe already has.
     """
     hints = ladder.lines(plan, ladder.ladder(plan, allocator), fits=False)
-    train, model = plan.recipe.train, plan.recipe.model
+    train = plan.recipe.train
+    model = plan.recipe.model
     if train.precision == "fp32":
         hints.append("train.precision=bf16: activations take half the memory (a different training: start a new run)")
     elif plan.recipe.parallelism.grad_reduce_in_fp32:

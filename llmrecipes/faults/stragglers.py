@@ -56,7 +56,8 @@ def _median_of_others(values: Floats) -> Floats:
     places = np.empty(len(values), np.int64)
     places[order] = np.arange(len(values))
     rest = len(values) - 1
-    low, high = (rest - 1) // 2, rest // 2
+    low = (rest - 1) // 2
+    high = rest // 2
     # A value at or before an index moves what comes behind it one place forward.
     return (ordered[low + (places <= low)] + ordered[high + (places <= high)]) / 2
 

@@ -90,10 +90,14 @@ class RankHeartbeat:
     """
 
     def __init__(self, limits: HangLimits, memory: mmap.mmap) -> None:
-        self._limits, self._memory = limits, memory
+        self._limits = limits
+        self._memory = memory
         self._longest: dict[str, float] = {}
         self._written: float | None = None
-        self._phase, self._since, self._step, self._steps = "", 0.0, 0, 0
+        self._phase = ""
+        self._since = 0.0
+        self._step = 0
+        self._steps = 0
 
     def __call__(self, phase: str, step: int | None = None) -> None:
         """Begin a phase, or the next part of the same one; the one before is measured, if it is not of the first step.
@@ -107,7 +111,8 @@ class RankHeartbeat:
             self._phase = ""
             _STATE.pack_into(self._memory, 0, 0.0, 0.0, self._step, 0)
             return
-        self._phase, self._since = phase, now
+        self._phase = phase
+        self._since = now
         if step is not None:
             self._steps += phase == "step"
             self._step = step
@@ -293,14 +298,17 @@ def _examined(
     pid: int, process: int, evidence: Evidence, rank: int, step: int, phase: str, times: tuple[float, float]
 ) -> Hang:
     stacks = evidence.stacks
-    state, node = _state(pid), socket.gethostname()
+    state = _state(pid)
+    node = socket.gethostname()
     if state == "T":
         # Continued for its stacks, it would train on, and the other ranks with it, until it is killed.
         return Hang(rank, node, step, phase, *times, state, "?", "(no stacks: the process is stopped)\n")
     before = os.fstat(stacks).st_size
     with suppress(ProcessLookupError):
         signal.pidfd_send_signal(process, STACKS)
-    end, size, complete = time.monotonic() + STACK_SECONDS, before, False
+    end = time.monotonic() + STACK_SECONDS
+    size = before
+    complete = False
     while time.monotonic() < end and not os.fstat(evidence.last).st_size:
         time.sleep(0.1)
         size, last = os.fstat(stacks).st_size, size

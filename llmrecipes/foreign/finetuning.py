@@ -337,7 +337,8 @@ def _optimizer(kind: Any, draft: Draft) -> None:
 
 
 def _batch(left: dict[str, Any], draft: Draft, ranks: int, name: str, default: int) -> None:
-    micro, steps = left.pop(name, default), left.pop("gradient_accumulation_steps", 1)
+    micro = left.pop(name, default)
+    steps = left.pop("gradient_accumulation_steps", 1)
     draft.set("train.micro_batch_size", micro, name)
     why = f"{micro} × {steps} accumulation steps × {ranks} rank{'' if ranks == 1 else 's'}; --cluster sets the ranks"
     draft.set("train.global_batch_size", micro * steps * ranks, "gradient_accumulation_steps", steps, why)
@@ -352,7 +353,8 @@ def _steps(left: dict[str, Any], draft: Draft, epochs: float, name: str) -> int:
     given = draft.get("train.train_iters")
     if given is not None:  # by an override
         return int(given)
-    batch, share = draft.get("train.global_batch_size"), draft.get("data.split", [98.0])[0] / 100
+    batch = draft.get("train.global_batch_size")
+    share = draft.get("data.split", [98.0])[0] / 100
     try:
         rows = _sequences(draft)
     except UserError as error:

@@ -270,7 +270,8 @@ def _model(left: dict[str, Any], draft: Draft, ranks: int) -> None:
         draft.set("model.activation_func", "squared_relu", "--squared-relu", "")
     elif not any(left.get(name) for name in ("no_bias_gelu_fusion", "disable_bias_linear", "openai_gelu")):
         draft.set("model.activation_func", "gelu_tanh", why="Megatron-LM's default: bias_gelu_fusion is the tanh form")
-    grouped, groups = left.pop("group_query_attention", False), left.pop("num_query_groups", None)
+    grouped = left.pop("group_query_attention", False)
+    groups = left.pop("num_query_groups", None)
     if grouped:
         draft.set("model.num_query_groups", groups or 1, "--num-query-groups", groups)
     elif groups is not None:
@@ -468,7 +469,8 @@ def _unlike(left: dict[str, Any], draft: Draft, ranks: int) -> None:
             if value != needed:
                 draft.leave(_option(name), value, f"only {name}={json.dumps(needed)} is supported", differs=True)
     stages = left.get("num_layers_per_virtual_pipeline_stage")
-    pipeline, layers = left.get("pipeline_model_parallel_size", 1), left.get("num_layers")
+    pipeline = left.get("pipeline_model_parallel_size", 1)
+    layers = left.get("num_layers")
     if isinstance(stages, int) and isinstance(layers, int) and layers % (pipeline * stages) == 0:
         chunks = layers // pipeline // stages
         name = "num_layers_per_virtual_pipeline_stage"

@@ -134,12 +134,14 @@ def _titan_precision(left: dict[str, Any], draft: Draft) -> None:
 
 
 def _titan_schedule(left: dict[str, Any], draft: Draft) -> None:
-    share, kind = left.pop("lr_scheduler.decay_ratio", None), left.pop("lr_scheduler.decay_type", "linear")
+    share = left.pop("lr_scheduler.decay_ratio", None)
+    kind = left.pop("lr_scheduler.decay_type", "linear")
     factor = left.pop("lr_scheduler.min_lr_factor", left.pop("lr_scheduler.lr_min", 0.0))
     if factor:
         draft.set("optimizer.min_lr", factor * draft.get("optimizer.lr"), "lr_scheduler.min_lr_factor", factor,
                   "× optimizer.lr")  # fmt: skip
-    steps, warmup = draft.get("train.train_iters"), draft.get("scheduler.lr_warmup_iters", 0)
+    steps = draft.get("train.train_iters")
+    warmup = draft.get("scheduler.lr_warmup_iters", 0)
     if isinstance(share, int | float) and round(steps * share) < steps - warmup:
         draft.set("scheduler.lr_decay_style", "WSD", "lr_scheduler.decay_ratio", share)
         decay = max(1, round(steps * share))
@@ -247,7 +249,9 @@ def from_nemo(data: Mapping[str, Any], draft: Draft, ranks: int, like: str | Non
 
 
 def _nested(name: str, value: Any, draft: Draft) -> None:
-    section, _, leaf = name.partition(".")[0], name, name.rpartition(".")[2]
+    section = name.partition(".")[0]
+    _ = name
+    leaf = name.rpartition(".")[2]
     if name in _NEMO:
         draft.set(_NEMO[name], value, name)
         return

@@ -25,7 +25,9 @@ _HERE = re.compile(r"\$0|BASH_SOURCE")
 _WORDS = re.compile(r"[`$]\W*(?:[@*]|\w*\[[@*]\]|\w*(?:ARG|OPT|PARAM|FLAG|EXTRA)\w*).*", re.IGNORECASE | re.DOTALL)
 """An unknown expansion that stands for words, not for a value."""
 MOST_WORDS = 20_000
-MOST_SOURCED, MOST_BYTES, MOST_DEPTH = 20, 1 << 20, 5
+MOST_SOURCED = 20
+MOST_BYTES = 1 << 20
+MOST_DEPTH = 5
 UNKNOWN = "$"
 """In a value: it has a part that only a shell knows."""
 
@@ -113,7 +115,9 @@ class _StatementReader:
         for entry in self._commands:
             words, at, line = entry
             if entry is chosen:
-                script.program, script.launcher, script.words = words[at], words[:at], words[at + 1 :]
+                script.program = words[at]
+                script.launcher = words[:at]
+                script.words = words[at + 1 :]
             elif any(word.startswith("--") for word in words[at:]):
                 script.unread.append((" ".join(words[at:])[:200], f"another command, line {line}"))
         if not script.words:
@@ -163,7 +167,8 @@ class _StatementReader:
 
     def _assign(self, match: re.Match[str], statement: list[str]) -> list[str]:
         """Set a variable; the words after it."""
-        rest, before = statement[0][match.end() :], self._variables.get(match[1], []) if match[2] else []
+        rest = statement[0][match.end() :]
+        before = self._variables.get(match[1], []) if match[2] else []
         if not rest and len(statement) > 1 and statement[1] == "(":
             end = statement.index(")", 2) if ")" in statement[2:] else len(statement)
             self._variables[match[1]] = [*before, *(word for raw in statement[2:end] for word in self._fields(raw))]
@@ -199,30 +204,44 @@ class _StatementReader:
     def _fields(self, raw: str, *, split: bool = True) -> list[str]:
         """The fields that a raw word becomes: what is not quoted is split at blanks."""
         found: list[str] = []
-        word, begun, quoted, at = "", False, False, 0
+        word = ""
+        begun = False
+        quoted = False
+        at = 0
         while at < len(raw):
             letter = raw[at]
             if letter == "\\" and at + 1 < len(raw):
                 kept = quoted and raw[at + 1] not in '$`"\\\n'
-                word, begun, at = word + ("\\" if kept else "") + raw[at + 1].replace("\n", ""), True, at + 2
+                word = word + ("\\" if kept else "") + raw[at + 1].replace("\n", "")
+                begun = True
+                at = at + 2
             elif letter == "'" and not quoted:
                 end = _closed(raw, at)
-                word, begun, at = word + raw[at + 1 : end - 1], True, end
+                word = word + raw[at + 1 : end - 1]
+                begun = True
+                at = end
             elif letter == '"':
-                quoted, begun, at = not quoted, True, at + 1
+                quoted = not quoted
+                begun = True
+                at = at + 1
             elif letter == "`" or (letter == "$" and at + 1 < len(raw)):
                 pieces, known, at = self._expansion(raw, at, quoted)
                 if known and split and not quoted:
                     text = " ".join(pieces)
                     pieces = text.split()
                     if text[:1].isspace() and begun:
-                        found, word, begun = [*found, word], "", False
+                        found = [*found, word]
+                        word = ""
+                        begun = False
                 for number, piece in enumerate(pieces):
                     if number and split:
                         found, word = [*found, word], ""
-                    word, begun = word + (" " if number and not split else "") + piece, True
+                    word = word + (" " if number and not split else "") + piece
+                    begun = True
             else:
-                word, begun, at = word + letter, True, at + 1
+                word = word + letter
+                begun = True
+                at = at + 1
         return [*found, word] if begun else found
 
     def _expansion(self, raw: str, at: int, quoted: bool) -> tuple[list[str], bool, int]:
@@ -232,7 +251,8 @@ class _StatementReader:
             text = self._sum(raw[at + 3 : end - 2])
             return [raw[at:end] if text is None else text], text is not None, end
         if end and raw[at + 1] != "{":
-            inside, folder = raw[at:end], self._path
+            inside = raw[at:end]
+            folder = self._path
             if folder is None or "dirname" not in inside or not _HERE.search(inside) or ".." in inside:
                 return [inside], False, end
             for _ in range(inside.count("dirname")):
@@ -242,7 +262,8 @@ class _StatementReader:
             simple = re.compile(r"[A-Za-z_]\w*|[0-9@*#?!$-]").match(raw, at + 1)
             if simple is None:
                 return ["$"], False, at + 1
-            end, inside = simple.end(), simple[0]
+            end = simple.end()
+            inside = simple[0]
         else:
             inside = raw[at + 2 : end - 1]
         values = self._parameter(inside, quoted)
@@ -253,7 +274,9 @@ class _StatementReader:
         match = _PARAMETER.fullmatch(text)
         if match is None:
             return None
-        name, index, rest = match["name"], match["index"], match["rest"]
+        name = match["name"]
+        index = match["index"]
+        rest = match["rest"]
         self._used.add(name)
         if name == "BASH_SOURCE" and self._path is not None and not rest:
             return [str(self._path)]
@@ -309,7 +332,9 @@ def _statements(text: str) -> Iterator[tuple[list[str], int]]:
 
 def _tokens(text: str) -> Iterator[tuple[str, int]]:
     """Raw words (with their quotes), operators and ends of lines, with line numbers."""
-    at, line, word = 0, 1, ""
+    at = 0
+    line = 1
+    word = ""
     while at < len(text):
         letter = text[at]
         if text.startswith("\\\n", at):
@@ -319,7 +344,8 @@ def _tokens(text: str) -> Iterator[tuple[str, int]]:
                 word = ""
             continue
         if letter == "\\" and at + 1 < len(text):
-            word, at = word + text[at : at + 2], at + 2
+            word = word + text[at : at + 2]
+            at = at + 2
             continue
         if letter in "'\"`" or text.startswith(("$(", "${"), at):
             end = _closed(text, at)
@@ -353,7 +379,8 @@ def _closed(text: str, at: int) -> int:
         while end < len(text) and text[end] != quote:
             end += 2 if text[end] == "\\" and quote != "'" else 1
         return min(end + 1, len(text))
-    opening, closing = text[at + 1], {"(": ")", "{": "}"}[text[at + 1]]
+    opening = text[at + 1]
+    closing = {"(": ")", "{": "}"}[text[at + 1]]
     depth, end = 0, at + 1
     while end < len(text):
         depth += (text[end] == opening) - (text[end] == closing)

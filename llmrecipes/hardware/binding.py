@@ -16,7 +16,9 @@ from pathlib import Path
 from llmrecipes.hardware import nvidia
 from llmrecipes.hardware.cluster import allowed_cpus
 
-PCI, ADAPTERS, CPUS = Path("/sys/bus/pci/devices"), Path("/sys/class/infiniband"), Path("/sys/devices/system/cpu")
+PCI = Path("/sys/bus/pci/devices")
+ADAPTERS = Path("/sys/class/infiniband")
+CPUS = Path("/sys/devices/system/cpu")
 FIELDS = ("index", "uuid", "pci.bus_id")
 SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 """Number of the system call (asm/unistd.h)."""
@@ -104,7 +106,8 @@ def choose(
     for cpu in sorted(near):
         cores.setdefault(threads.get(cpu, cpu), []).append(cpu)
     sharing = [number for number, device in enumerate(devices[:ranks]) if device.cores == local_device.cores]
-    place, whole = sharing.index(local_rank), list(cores.values())
+    place = sharing.index(local_rank)
+    whole = list(cores.values())
     share = len(whole) // len(sharing)
     if not share:
         return Binding(device=local_device, reason=f"{len(whole)} cores are next to {len(sharing)} GPUs")
@@ -175,7 +178,8 @@ def ranges(numbers: Sequence[int]) -> str:
 
 def _nearest(gpu: Path, adapters: Path) -> Iterator[str]:
     """Adapters behind the same PCIe switch; none if the paths have only the root in common."""
-    own, shared = gpu.resolve().parts, {}
+    own = gpu.resolve().parts
+    shared = {}
     for adapter in sorted(adapters.glob("*")):
         parts = (adapter / "device").resolve().parts
         shared[adapter.name] = sum(1 for _ in _common(own, parts))

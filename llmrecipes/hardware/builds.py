@@ -44,7 +44,8 @@ def cuda_of(version_file: Path) -> str | None:
         if isinstance(node, ast.Assign):
             targets, value = node.targets, node.value
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
-            targets, value = [node.target], node.value
+            targets = [node.target]
+            value = node.value
         else:
             continue
         if any(isinstance(target, ast.Name) and target.id == "cuda" for target in targets):
@@ -252,7 +253,8 @@ def ninja_folder() -> Path | None:
 
 def search_path() -> str:
     """A PATH with ninja, which torch looks for nowhere else."""
-    path, folder = os.environ.get("PATH", os.defpath), ninja_folder()
+    path = os.environ.get("PATH", os.defpath)
+    folder = ninja_folder()
     return path if folder is None or str(folder) in path.split(os.pathsep) else f"{path}{os.pathsep}{folder}"
 
 

@@ -15,7 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-LEVEL, SUBSYSTEMS, FILE = "NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"
+LEVEL = "NCCL_DEBUG"
+SUBSYSTEMS = "NCCL_DEBUG_SUBSYS"
+FILE = "NCCL_DEBUG_FILE"
 NEEDED = ("INIT", "NET")
 """Subsystems whose INFO names the network."""
 USUAL = ("INIT", "BOOTSTRAP", "ENV")
@@ -94,7 +96,8 @@ def read(text: str) -> Network:
         elif not re.search(r"NET/\w+ ?:|NCCL WARN", line):
             continue
         shown.setdefault(line[line.index("NCCL") :][:SHOWN_CHARACTERS])
-    (receives, direct_receives), (sends, direct_sends) = counts["receive"], counts["send"]
+    receives, direct_receives = counts["receive"]
+    sends, direct_sends = counts["send"]
     names = tuple(dict.fromkeys(used or chosen[-1:]))
     lines = tuple(shown)[:SHOWN_LINES]
     return Network(names, frozenset(layers), provider, receives, direct_receives, sends, direct_sends, lines)

@@ -93,7 +93,8 @@ def choose(ports: Sequence[Port], profile: Profile, user: Mapping[str, str]) -> 
 
 def _by_value(ports: Sequence[Port], value: str, reason: str, *, by_user: bool = False) -> Choice:
     """NCCL's syntax: prefixes of names, or with = whole names, each with `:port` or not; ^ in front excludes them."""
-    exclude, exact = value.startswith("^"), "=" in value[:2]
+    exclude = value.startswith("^")
+    exact = "=" in value[:2]
     wanted = [word.partition(":") for word in value.lstrip("^=").split(",") if word]
 
     def matches(port: Port, name: str, number: str) -> bool:

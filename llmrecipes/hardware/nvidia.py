@@ -39,7 +39,8 @@ def report(*arguments: str, timeout: float) -> str | None:
         started.kill()
         raise
     # A field may have any bytes, whatever the locale.
-    output, errors = said.decode("utf-8", "replace"), wrong.decode("utf-8", "replace")
+    output = said.decode("utf-8", "replace")
+    errors = wrong.decode("utf-8", "replace")
     if started.returncode not in (0, INFOROM):
         raise subprocess.CalledProcessError(started.returncode, command, output, errors)
     return output

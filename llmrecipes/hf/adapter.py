@@ -21,7 +21,8 @@ from llmrecipes.hf.weights import FolderWeights
 from llmrecipes.recipe.derived.weight_names import weights
 from llmrecipes.recipe.schema import Lora, Model
 
-CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
 KEYS = frozenset({"rank", "alpha", "dropout", "target_modules"})
 """Keys of `lora` that adapters are written and merged with: of other keys, PEFT supports only the default."""
 SUFFIX = "_lora"
@@ -50,7 +51,9 @@ class Merged:
     """
 
     def __init__(self, base: FolderWeights, adapters: TensorSource, model: Model, lora: Lora) -> None:
-        self._base, self._adapters, self._scale = base, adapters, lora.scale
+        self._base = base
+        self._adapters = adapters
+        self._scale = lora.scale
         self._sizes = weights(model)
         self._adapted = set(matrices(adapters))
 
@@ -114,7 +117,8 @@ def write(adapters: TensorSource, family: Family, model: Model, lora: Lora, base
         parts = pair.transform.split(b, model)
         if pair.transform in (TRANSPOSED, FUSED_QKV):
             # GPT-2's matrices are transposed on disk, its adapters are not.
-            transposed, parts = True, [part.t() for part in parts]
+            transposed = True
+            parts = [part.t() for part in parts]
         for name, part in zip(pair.theirs, parts, strict=True):
             module = name.removesuffix(".weight")
             modules.add(_without_layer(module))

@@ -221,7 +221,8 @@ def _write_shard(path: Path, source: TensorSource, kinds: Mapping[str, torch.dty
     end = 0
     for name, kind in kinds.items():
         shape = source.shape(name)
-        start, end = end, end + prod(shape) * kind.itemsize
+        start = end
+        end = end + prod(shape) * kind.itemsize
         header[name] = {"dtype": _NAMES[kind], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # values begin at a multiple of 8 bytes
@@ -236,7 +237,8 @@ def _write_shard(path: Path, source: TensorSource, kinds: Mapping[str, torch.dty
 
 
 def _write_tensor(file: IO[bytes], source: TensorSource, name: str, kind: torch.dtype) -> None:
-    shape, elements = source.shape(name), _CHUNK // max(kind.itemsize, source.dtype(name).itemsize)
+    shape = source.shape(name)
+    elements = _CHUNK // max(kind.itemsize, source.dtype(name).itemsize)
     written = 0
     for part in source.pieces(name, elements) if isinstance(source, PiecewiseSource) else [source.read(name)]:
         if tuple(part.shape[1:]) != tuple(shape[1:]):

@@ -99,7 +99,8 @@ PREDICTIONS = "mtp.layers."
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
 
 Config = Mapping[str, Any]
 

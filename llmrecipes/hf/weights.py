@@ -89,7 +89,8 @@ class FolderWeights:
         held = [self._folder.tensors[part] for part in pair.theirs]
         dtypes = [getattr(torch, FLOATS[part.dtype]) for part in held]
         box = torch.empty(shape, dtype=max(dtypes, key=lambda part: part.itemsize))
-        first, last = offset[0], offset[0] + shape[0]
+        first = offset[0]
+        last = offset[0] + shape[0]
         columns = tuple(slice(start, start + size) for start, size in zip(offset[1:], shape[1:], strict=True))
         for source in self._sources(pair):
             for taken, target in _runs(source.rows, first, last):
@@ -143,7 +144,8 @@ class FolderWeights:
         return (total / rows).float()
 
     def _require(self, family: Family, copied: Mapping[str, str]) -> None:
-        where, tensors = str(self._folder.path), self._folder.tensors
+        where = str(self._folder.path)
+        tensors = self._folder.tensors
         used = {name: ours for ours, pair in self._pairs.items() for name in pair.theirs}
         if missing := [name for name in used if name not in tensors]:
             raise UserError(
@@ -177,10 +179,12 @@ class FolderWeights:
             if self._equal(copy, name):
                 continue
             if copy == OUTPUT_LAYER:
-                what, rule = "to which config.json ties it", "with tie_word_embeddings true"
+                what = "to which config.json ties it"
+                rule = "with tie_word_embeddings true"
                 fix = f"tie_word_embeddings: false in {CONFIG}, to keep both; or remove {copy}"
             else:
-                what, rule = "of which it is a copy", "in layers of multi-token prediction"
+                what = "of which it is a copy"
+                rule = "in layers of multi-token prediction"
                 fix = "model.mtp_num_layers=null, to leave these layers out"
             raise UserError(
                 f"{copy} differs from {name}, {what}",
@@ -230,7 +234,8 @@ def _runs(rows: torch.Tensor, first: int, last: int) -> Iterator[tuple[slice, sl
 
 
 def _counted(names: list[str]) -> str:
-    shown, hidden = ", ".join(sorted(names)[:SHOWN]), len(names) - SHOWN
+    shown = ", ".join(sorted(names)[:SHOWN])
+    hidden = len(names) - SHOWN
     if hidden > 0:
         return f"{shown} and {hidden} more are"
     return f"{shown} {'is' if len(names) == 1 else 'are'}"
@@ -286,7 +291,8 @@ class AsHuggingFace:
     """
 
     def __init__(self, source: TensorSource, family: Family, model: Model) -> None:
-        self._source, self._model = source, model
+        self._source = source
+        self._model = model
         self._pairs = {name: (pair, index) for pair in family.pairs(model) for index, name in enumerate(pair.theirs)}
         self._last: tuple[Pair, list[torch.Tensor]] | None = None
         require_weights(source, model)

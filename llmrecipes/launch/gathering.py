@@ -79,7 +79,9 @@ class _First:
     """The first node: which others have come and wait, and which of them train."""
 
     def __init__(self, node: Node, counts: Sequence[int], grow: Callable[[], None], log: Callable[[str], None]) -> None:
-        self._counts, self._grow, self._log = counts, grow, log
+        self._counts = counts
+        self._grow = grow
+        self._log = log
         self._most, self._first = node.nodes, node.master_addr
         self._changed = threading.Condition()
         self._waiting: set[int] = set()
@@ -107,7 +109,8 @@ class _First:
 
     def number_nodes(self, seconds: float) -> int:
         """Wait for the others, and decide which of them train; returns how many nodes that are with this one."""
-        end, line = time.monotonic() + seconds, time.monotonic() + LINE_SECONDS
+        end = time.monotonic() + seconds
+        line = time.monotonic() + LINE_SECONDS
         with self._changed:
             while (here := 1 + len(self._waiting)) < self._counts[-1]:
                 now = time.monotonic()

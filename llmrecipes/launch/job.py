@@ -48,7 +48,8 @@ class Job:
     ) -> JobState:
         """See `JobHandle.wait`. A query that the scheduler does not answer is retried for an hour."""
         started = answered = since = time.monotonic()
-        before, pause = None, min(FIRST_POLL_SECONDS, self._launcher.poll_seconds)
+        before = None
+        pause = min(FIRST_POLL_SECONDS, self._launcher.poll_seconds)
         while True:
             try:
                 now = self.status

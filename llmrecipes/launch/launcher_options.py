@@ -10,7 +10,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-SLURM, K8S, LOCAL, SKYPILOT = "slurm", "k8s", "local", "skypilot"
+SLURM = "slurm"
+K8S = "k8s"
+LOCAL = "local"
+SKYPILOT = "skypilot"
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,8 @@ def held(run_dir: Path, token: str, cancelled: Callable[[], None], lost: Callabl
         cancelled: called once if another machine has cancelled the job.
         lost: called if the run has been given to another job; this one must end without writing anything more.
     """
-    path, ended = RunFiles(run_dir).lease, Event()
+    path = RunFiles(run_dir).lease
+    ended = Event()
     request = path.with_name(CANCEL.format(token))
 
     def renew() -> None:

@@ -59,7 +59,8 @@ def _statuses(refs: list[JobRef]) -> dict[JobRef, JobStatus]:
 def _with_job(run: RunSummary, ref: JobRef | None, known: dict[JobRef, JobStatus]) -> RunSummary:
     if ref is None:
         return run
-    state, job = run.state, known.get(ref)
+    state = run.state
+    job = known.get(ref)
     if job is not None and (job.state in WAITING or state == "unknown"):
         state = str(job.state)
     elif job is None and state == "unknown":

@@ -65,7 +65,8 @@ class Node:
         Args:
             ranks_per_node: the same on all nodes.
         """
-        first, all_of_them = self.number * ranks_per_node, self.nodes * ranks_per_node
+        first = self.number * ranks_per_node
+        all_of_them = self.nodes * ranks_per_node
         return [
             Rank(first + local, all_of_them, local, ranks_per_node, self.master_addr, self.master_port)
             for local in range(ranks_per_node)
@@ -104,7 +105,8 @@ def node(nodes: int, number: int | None, rendezvous: str | None, environment: Ma
         )
     if rendezvous is None:
         for prefix in ("PET_MASTER", "MASTER"):
-            host, port = environment.get(f"{prefix}_ADDR"), environment.get(f"{prefix}_PORT")
+            host = environment.get(f"{prefix}_ADDR")
+            port = environment.get(f"{prefix}_PORT")
             if host and port:
                 rendezvous = f"{host}:{port}"
                 break
@@ -136,7 +138,8 @@ def from_slurm(environment: Mapping[str, str]) -> Rank:
         UserError: it is not a task of srun.
     """
     try:
-        job, world_size = int(environment["SLURM_JOB_ID"]), int(environment["SLURM_NTASKS"])
+        job = int(environment["SLURM_JOB_ID"])
+        world_size = int(environment["SLURM_NTASKS"])
         return Rank(
             rank=int(environment["SLURM_PROCID"]),
             world_size=world_size,

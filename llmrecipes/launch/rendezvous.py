@@ -146,7 +146,9 @@ class Channel:
             key: of this connection.
             ours, theirs: names of the two sides, so that no message can be sent back to its sender.
         """
-        self._key, self._ours, self._theirs = key, ours, theirs
+        self._key = key
+        self._ours = ours
+        self._theirs = theirs
 
     def send(self, message: Message, seconds: float = CONNECT_SECONDS) -> None:
         """Send a message.
@@ -252,7 +254,8 @@ class FirstNode:
     ) -> None:
         allow_nodes(len(hosts))
         self._least, self._count = 0 if first_too else 1, len(hosts)
-        self._token, self._serve = token, serve
+        self._token = token
+        self._serve = serve
         self._lock = threading.Lock()
         self._present: set[int] = set()
         self._ignored = 0
@@ -315,7 +318,9 @@ class FirstNode:
         matched = HELLO.fullmatch(hello.decode("ascii", "replace"))
         if matched is None:
             raise Disconnected("is not a node")
-        number, nonce, proof = matched[1].encode(), matched[2].encode(), matched[3]
+        number = matched[1].encode()
+        nonce = matched[2].encode()
+        proof = matched[3]
         if not hmac.compare_digest(proof, _proof(self._token, b"node", number, challenge, nonce)):
             raise Disconnected("does not have the token")
         index = int(number)
@@ -406,7 +411,9 @@ def _introduce(channel: Channel, number: int, token: bytes, patience: float) -> 
     matched = CHALLENGE.fullmatch(line.decode("ascii", "replace"))
     if matched is None:
         raise Disconnected("another program listens on its port")
-    challenge, nonce, own = matched[1].encode(), secrets.token_hex(32).encode(), b"%d" % number
+    challenge = matched[1].encode()
+    nonce = secrets.token_hex(32).encode()
+    own = b"%d" % number
     proof = _proof(token, b"node", own, challenge, nonce).encode()
     channel.send_line(b" ".join((own, nonce, proof)), deadline - time.monotonic())
     answer = channel.receive_line(LONGEST_HELLO, deadline - time.monotonic())

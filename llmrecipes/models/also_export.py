@@ -24,7 +24,8 @@ def main(run_dir: str, step: str, data_dir: str, parent: str) -> int:
     """Export one checkpoint; the exit code."""
     end_with_parent(int(parent))
     os.nice(NICENESS)
-    run, number = Run(Path(run_dir)), int(step)
+    run = Run(Path(run_dir))
+    number = int(step)
     try:
         tidy(run)
         from llmrecipes.models.export import export

@@ -142,8 +142,12 @@ class _LayerPass:
         states: list[torch.Tensor],
         arguments: dict[str, Any],
     ) -> None:
-        self.layer, self.prefix, self.linears, self.experts = layer, prefix, linears, experts
-        self._states, self._arguments = states, arguments
+        self.layer = layer
+        self.prefix = prefix
+        self.linears = linears
+        self.experts = experts
+        self._states = states
+        self._arguments = arguments
 
     def outputs(self) -> list[torch.Tensor]:
         """The states after it."""
@@ -293,7 +297,8 @@ def _awq(layer: _LayerPass, work: CalibrationData) -> dict[str, Changed]:
         weights = [layer.linears[name].weight.float() for name in readers]
         given = inputs[readers[0]]
         wanted = [given @ weight.t() for weight in weights]
-        least, best = float("inf"), torch.ones_like(mean)
+        least = float("inf")
+        best = torch.ones_like(mean)
         for step in range(SEARCHED):
             scale = mean ** (step / SEARCHED)
             error = sum(
@@ -314,7 +319,8 @@ def _moved(layer: _LayerPass, norm: str, readers: Sequence[str], scale: torch.Te
     """
     module = layer.module(norm)
     sample = torch.randn(4, scale.numel(), generator=torch.Generator().manual_seed(0)).to(module.weight.dtype)
-    before, weight = module(sample).float(), module.weight.float()
+    before = module(sample).float()
+    weight = module.weight.float()
     bias = getattr(module, "bias", None)
     offset = None if bias is None else bias.float() / scale
     for value in (weight / scale, (1 + weight) / scale - 1):  # the latter in Gemma's norms

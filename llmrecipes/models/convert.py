@@ -92,7 +92,8 @@ def converted_recipe(path: Path, to: str, overrides: Sequence[str]) -> Recipe:
     recipe = load(str(path), changes).recipe
     if engine_name(recipe) != to:
         raise UserError(f"{engine_name(recipe)} contradicts --to {to}", where="engine", fix="leave engine out")
-    before, after = then.model_dump(mode="json"), recipe.model_dump(mode="json")
+    before = then.model_dump(mode="json")
+    after = recipe.model_dump(mode="json")
     different = differences(after, before)
     kept = [*compatibility(after, before), *(difference for difference in different if difference.key in LENGTH)]
     if kept:

@@ -208,7 +208,8 @@ class _Shown:
     """Weights whose reading is shown."""
 
     def __init__(self, weights: WeightSource, progress: Counted, parameters: int) -> None:
-        self._weights, self._progress = weights, progress
+        self._weights = weights
+        self._progress = progress
         progress.begin("parameters", parameters)
 
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:

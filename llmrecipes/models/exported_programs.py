@@ -159,14 +159,17 @@ def _write(source: Path, file: Path, form: str, dtype: str, weights: int, *, cac
             known = transformers.DynamicCache(config=config)
             for layer, key, value in zip(known.layers, past[::2], past[1::2], strict=True):
                 layer.lazy_initialization(key, value)
-                layer.keys, layer.values = key, value
+                layer.keys = key
+                layer.values = value
             output = self.model(input_ids=input_ids, past_key_values=known, use_cache=True)
             return output.logits, *(tensor for layer in known.layers for tensor in (layer.keys, layer.values))
 
-    positions, draw = int(config.max_position_embeddings), torch.Generator().manual_seed(0)
+    positions = int(config.max_position_embeddings)
+    draw = torch.Generator().manual_seed(0)
     length = min(16, positions)
     sample = torch.randint(0, config.vocab_size, (2, length), generator=draw)
-    batch, sequence = torch.export.Dim("batch"), torch.export.Dim("sequence", max=positions)
+    batch = torch.export.Dim("batch")
+    sequence = torch.export.Dim("sequence", max=positions)
     whole = LogitsOnly().eval()
     with torch.no_grad(), _quiet():
         past = _past(model, sample[:, : length - 3]) if cache else ()
@@ -226,7 +229,8 @@ def _to_int8(file: Path, *, external: bool) -> None:
     """Matrices of linear layers in 8 bits, a scale a column; their inputs are rounded when they are computed."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    before, part = list(file.parent.glob(f"{file.name}*")), file.with_name(f"{file.name}.int8")
+    before = list(file.parent.glob(f"{file.name}*"))
+    part = file.with_name(f"{file.name}.int8")
     # Seven bits of the eight: with all of them, processors without VNNI overflow, silently.
     quantize_dynamic(
         file, part, op_types_to_quantize=["MatMul", "Gemm"], weight_type=QuantType.QInt8, per_channel=True,

@@ -252,7 +252,8 @@ def _exported(request: Finetuning, paths: Paths, log: Log) -> Finetuning:
 
 def _write_recipe(request: Finetuning, paths: Paths, log: Log) -> None:
     recipe, lengths = make_recipe(_exported(request, paths, log), detect(), log)
-    rows, tokens = f"{lengths.conversations:,} conversations", f"{lengths.tokens:,} tokens"
+    rows = f"{lengths.conversations:,} conversations"
+    tokens = f"{lengths.tokens:,} tokens"
     header = f"{rows} of {request.data}, {tokens}, {request.epochs:g} epochs.\n{DEFAULTS_NOTE}"
     try:
         request.folder.mkdir(parents=True, exist_ok=True)
@@ -380,7 +381,9 @@ def measured(recipe: Recipe) -> ConversationLengths:
                 batch.append(text.encode())
             if len(batch) == 256:
                 encoded = encode(batch)
-                lengths, refusal, batch = [*lengths, *encoded.lengths], refusal or encoded.refusal, []
+                lengths = [*lengths, *encoded.lengths]
+                refusal = refusal or encoded.refusal
+                batch = []
     encoded = encode(batch)
     used = [length for length in (*lengths, *encoded.lengths) if length]
     if not used:

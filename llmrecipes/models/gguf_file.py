@@ -148,11 +148,14 @@ def _write(opened: OpenedRun, file: Path, dtype: str, vocabulary: Vocabulary | N
     import torch
 
     written = opened.recipe.train.precision if dtype in K_TYPES else dtype
-    kind, config, source = gguf.GGMLQuantizationType[TYPES[written]], opened.config, opened.source
+    kind = gguf.GGMLQuantizationType[TYPES[written]]
+    config = opened.config
+    source = opened.source
     architecture = gguf.MODEL_ARCH[FAMILIES[opened.family.name]]
     known = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
-    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    heads = config["num_attention_heads"]
+    groups = config["num_key_value_heads"]
     writer.add_name(opened.recipe.name)
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind.name}" if written != "fp32" else "ALL_F32"])
     _add_shape(writer, config)
@@ -169,7 +172,8 @@ def _write(opened: OpenedRun, file: Path, dtype: str, vocabulary: Vocabulary | N
     parameters = 0
     for theirs, names in parts.items():
         names.sort(key=_expert)
-        row, shape = source.shape(names[0])[-1], source.shape(names[0])
+        row = source.shape(names[0])[-1]
+        shape = source.shape(names[0])
         of_type[theirs] = kind if len(shape) > 1 and not theirs.endswith(ROUTER) else gguf.GGMLQuantizationType.F32
         if dtype in FEW_BITS and theirs.removesuffix(".weight") in WIDER:
             of_type[theirs] = gguf.GGMLQuantizationType.Q8_0
@@ -268,7 +272,8 @@ def _add_positions(writer: Any, architecture: str, config: Mapping[str, Any]) ->
 
     read: Any = AutoConfig.for_model(**config)
     positions = read.rope_parameters
-    kind, base = positions["rope_type"], float(positions["rope_theta"])
+    kind = positions["rope_type"]
+    base = float(positions["rope_theta"])
     writer.add_rope_freq_base(base)
     if kind == "default":
         return None
@@ -287,7 +292,8 @@ def _add_positions(writer: Any, architecture: str, config: Mapping[str, Any]) ->
         unscaled = 1 / base ** (np.arange(0, channels, 2, dtype=np.float32) / channels)
         divisors: NDArray[np.float32] = (unscaled / frequencies.numpy()).astype(np.float32)
         return divisors
-    fast, slow = positions.get("beta_fast") or 32, positions.get("beta_slow") or 1
+    fast = positions.get("beta_fast") or 32
+    slow = positions.get("beta_slow") or 1
     if (fast, slow) != (32, 1) or not positions.get("truncate", True):
         raise UserError(
             f"YaRN with beta_fast {fast}, beta_slow {slow} and truncate {positions.get('truncate', True)}",
@@ -316,7 +322,8 @@ class _Arrays:
     """
 
     def __init__(self, nbytes: int, arrays: Iterable[Any]) -> None:
-        self.nbytes, self._arrays = nbytes, arrays
+        self.nbytes = nbytes
+        self._arrays = arrays
 
     def tofile(self, file: IO[bytes]) -> None:
         """Write them at the end of a file."""

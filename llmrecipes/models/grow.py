@@ -125,7 +125,8 @@ class GrownWeights:
     """
 
     def __init__(self, source: TensorSource, small: Model, grown: Model, growth: Growth) -> None:
-        self._source, self._model = source, small
+        self._source = source
+        self._model = small
         self._before, self._after = shape(small), shape(grown)
         self._layers = layers(small.num_layers, grown.num_layers, growth.method)
         self._last: tuple[str, torch.Tensor] | None = None
@@ -135,10 +136,13 @@ class GrownWeights:
         import torch
 
         experts = Axis(self._before.num_moe_experts, self._after.num_moe_experts)
-        source, silent, copy = name, False, 0
+        source = name
+        silent = False
+        copy = 0
         if match := _LAYER.fullmatch(name):
             layer = self._layers[int(match[1])]
-            source, silent = f"decoder.layers.{layer.source}.{match[2]}", layer.silent and _is_output(match[2])
+            source = f"decoder.layers.{layer.source}.{match[2]}"
+            silent = layer.silent and _is_output(match[2])
         if match := _EXPERT.fullmatch(source):
             copy, number = divmod(int(match[2]), experts.before)
             source = f"{match[1]}.{number}.{match[3]}"
@@ -223,7 +227,8 @@ def _grown(values: torch.Tensor, dimension: int, axis: Axis | None, start: int, 
     if axis is None or axis.before == axis.after:
         return values.narrow(dimension, start, size)
     number = torch.arange(start, start + size)
-    part, inside = number // axis.after, number % axis.after
+    part = number // axis.after
+    inside = number % axis.after
     if number[-1] >= axis.parts * axis.after:
         raise RuntimeError(f"a slice ends at {start + size} of {axis.parts * axis.after}")
     source = inside % axis.before
@@ -245,7 +250,8 @@ def _part(values: torch.Tensor, copies: torch.Tensor, place: torch.Tensor) -> to
     """
     import torch
 
-    rest, part = values.float(), torch.zeros_like(values, dtype=torch.float32)
+    rest = values.float()
+    part = torch.zeros_like(values, dtype=torch.float32)
     for number in range(int(copies.max())):
         first = (rest * FIRST_PART).to(values.dtype).float()
         mine = torch.where(copies == number + 1, rest, first)

@@ -366,7 +366,8 @@ def measured_in_process(
 
     threads = options.threads or max(1, int(detect().cpu_cores))
     with tempfile.TemporaryDirectory() as temporary:
-        out, file = Path(temporary) / "measured.json", Path(temporary) / "spec.json"
+        out = Path(temporary) / "measured.json"
+        file = Path(temporary) / "spec.json"
         spec = InferenceSpec(
             folder=folder.absolute(), program=program, dtype=dtype, prompt_tokens=options.prompt_tokens,
             new_tokens=options.new_tokens, repeats=options.repeats, threads=threads, out=out,

@@ -111,10 +111,12 @@ class _Transformers:
     def greedy(self, prompt: list[int]) -> Iterator[int]:
         import torch
 
-        ids, past = torch.tensor([prompt]), None
+        ids = torch.tensor([prompt])
+        past = None
         while True:
             answer = self._model(input_ids=ids, past_key_values=past, use_cache=True, logits_to_keep=1)
-            past, token = answer.past_key_values, int(answer.logits[0, -1].argmax())
+            past = answer.past_key_values
+            token = int(answer.logits[0, -1].argmax())
             ids = torch.tensor([[token]])
             yield token
 
@@ -152,7 +154,8 @@ class _Onnx:
 
         if not self.cache:
             yield from _without_cache(self.logits, prompt)
-        ids, past = torch.tensor([prompt]), None
+        ids = torch.tensor([prompt])
+        past = None
         while True:
             logits, past = self._program.run(ids, past)
             token = int(logits[0, -1].argmax())
@@ -233,7 +236,9 @@ def measure(spec: InferenceSpec) -> MeasuredForm:
         draw = torch.Generator().manual_seed(0)
         prompt = known or torch.randint(0, program.vocabulary, (length,), generator=draw).tolist()
         new = max(2, min(spec.new_tokens, program.positions - len(prompt) - 1))
-        firsts, speeds, tokens = [], [], list[int]()
+        firsts = []
+        speeds = []
+        tokens = list[int]()
         for _ in range(spec.repeats + 1):  # the first one warms up, and unpacks what is packed
             started = time.perf_counter()
             stream = program.greedy(prompt)

@@ -310,7 +310,8 @@ def _require_same_models(recipes: Mapping[str, Recipe]) -> None:
                 fix="--to hf",
             )
     for name, recipe in others:
-        model, other = expected.model.model_dump(mode="json"), recipe.model.model_dump(mode="json")
+        model = expected.model.model_dump(mode="json")
+        other = recipe.model.model_dump(mode="json")
         for key in model:
             if model[key] != other[key]:
                 raise UserError(

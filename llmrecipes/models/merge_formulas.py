@@ -254,7 +254,9 @@ class MergedTensors:
     """
 
     def __init__(self, merge: Merge, models: Sequence[Input], base: Input | None = None) -> None:
-        self._merge, self._models, self._base = merge, models, base
+        self._merge = merge
+        self._models = models
+        self._base = base
         self._everyone = [*models, *([] if base is None else [base])]
         self._first = models[0].source
         require_same_tensors(self._everyone)
@@ -328,7 +330,8 @@ def require_same_tensors(models: Sequence[Input]) -> None:
                 more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
                 raise UserError(f"{missing[0]} of {owner.name} is missing{more}", where=lacking.name, rule=rule)
         for name in names:
-            expected, actual = first.source.shape(name), other.source.shape(name)
+            expected = first.source.shape(name)
+            actual = other.source.shape(name)
             if expected != actual:
                 raise UserError(
                     f"{name} has the shape {list(actual)}, but {list(expected)} in {first.name}",
@@ -351,7 +354,8 @@ def require_finite(model: Input, name: str) -> None:
 
 
 def _require_same_kind(name: str, first: Input, other: Input) -> None:
-    expected, actual = first.source.dtype(name), other.source.dtype(name)
+    expected = first.source.dtype(name)
+    actual = other.source.dtype(name)
     if expected.is_floating_point and actual.is_floating_point:
         return
     if expected != actual:

@@ -70,7 +70,8 @@ class SmallerWeights:
         match = _LAYER.fullmatch(name)
         if match is None:
             return name, -1
-        layer, rest = self.layers[int(match[1])], match[2]
+        layer = self.layers[int(match[1])]
+        rest = match[2]
         if expert := _EXPERT.fullmatch(rest):
             rest = f"mlp.experts.local_experts.{self._experts(layer)[int(expert[1])]}.{expert[2]}"
         return f"decoder.layers.{layer}.{rest}", layer
@@ -160,7 +161,10 @@ class SparseWeights:
         inputs: Mapping[str, torch.Tensor] | None = None,
         pruned: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        self._source, self._options, self._inputs, self._pruned = source, options, inputs, pruned
+        self._source = source
+        self._options = options
+        self._inputs = inputs
+        self._pruned = pruned
         self.zeros = self.weights = 0
 
     def names(self) -> Sequence[str]:

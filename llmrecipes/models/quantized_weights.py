@@ -215,7 +215,8 @@ class Scheme:
         made: dict[str, torch.Tensor] = {}
         start = columns = 0
         for part in (part for piece in pieces() for part in piece.split(max(1, PIECE // piece.size(-1)))):
-            end, columns = start + part.size(0), part.size(1)
+            end = start + part.size(0)
+            columns = part.size(1)
             state = {"weight_scale": self.scale(part, whole) if scale is None else scale[start:end]}
             if whole is not None:
                 state["weight_global_scale"] = whole
@@ -269,12 +270,15 @@ class QuantizedSource:
         dtype: torch.dtype | None = None,
         changed: Mapping[str, Changed] | None = None,
     ) -> None:
-        self._source, self._scheme, self._dtype = source, scheme, dtype
+        self._source = source
+        self._scheme = scheme
+        self._dtype = dtype
         self._changed = changed or {}
         quantised = set(linears)
         self._parts: dict[str, tuple[str, tuple[int, ...], torch.dtype]] = {}
         for name in source.names():
-            shape, kind = source.shape(name), self._kind(name)
+            shape = source.shape(name)
+            kind = self._kind(name)
             if name in quantised:
                 scheme.require(name, shape)
                 for part, (size, element) in scheme.parts(name, shape, kind).items():
@@ -325,7 +329,8 @@ class QuantizedSource:
             yield piece.to(kind)
 
     def _compressed(self, name: str, kind: torch.dtype) -> dict[str, torch.Tensor]:
-        changed, rows = self._changed.get(name), self._source.shape(name)[0]
+        changed = self._changed.get(name)
+        rows = self._source.shape(name)[0]
         if changed is None:
             return self._scheme.compress(
                 name, rows, lambda: (piece.to(kind) for piece in self._source.pieces(name, READ))

@@ -282,7 +282,8 @@ def names(directory: Path) -> list[str]:
 def find(name_or_path: str, directory: Path, kind: Kind) -> Path:
     """The file of a document; UserError with the nearest names if there is none."""
     if "/" in name_or_path or name_or_path.endswith((".yaml", ".yml")):
-        path, within = Path(name_or_path), directory / f"{name_or_path}.yaml"
+        path = Path(name_or_path)
+        within = directory / f"{name_or_path}.yaml"
         if not path.exists() and len(name_or_path) <= MAX_KEY and within.is_file():  # such as data/fineweb
             return within
         if not path.is_file():

@@ -138,7 +138,8 @@ def _loaded(parsed: document.ParsedDocument, path: Path, overrides: Sequence[str
     if problems or misspelt or recipe is None:
         raise document.error_of(problems, misspelt, path, parsed.lines, overridden)
     if ignored:
-        stage, engine = cast(Zero, recipe.zero).stage, engine_name(recipe)
+        stage = cast(Zero, recipe.zero).stage
+        engine = engine_name(recipe)
         names = ", ".join(f"zero.{key}" for key in ignored)
         logger.warning("note: %s: keys without effect at zero.stage %d with engine %s: %s", path, stage, engine, names)
     return Loaded(recipe, path, parsed.lines, overridden, tuple(f"zero.{key}" for key in ignored))

@@ -214,7 +214,9 @@ def bars(title: str, parts: Sequence[tuple[str, float, str]], quantity: str) -> 
     whole = sum(size for _, size, _ in parts)
     if whole <= 0:
         return ""
-    left, body, rows = 0.0, [], []
+    left = 0.0
+    body = []
+    rows = []
     for place, (name, size, words) in enumerate(parts):
         wide = size / whole * COLUMNS
         hatch = ' fill-opacity=".55"' if place >= 6 else ""
@@ -288,7 +290,8 @@ def heat(
     if not np.isfinite(cells).any():
         return ""
     kept = np.unique(np.linspace(0, cells.shape[1] - 1, min(MOST_CELLS, cells.shape[1])).round().astype(int))
-    cells, columns = cells[:, kept], [columns[at] for at in kept]
+    cells = cells[:, kept]
+    columns = [columns[at] for at in kept]
     low, high = float(np.nanmin(cells)), float(np.nanmax(cells))
     # Eight steps: as many as eyes tell apart, and one path each instead of a rectangle a cell.
     levels = np.zeros(cells.shape) if high == low else np.floor((cells - low) / (high - low) * 7.999)
@@ -358,7 +361,8 @@ class _VerticalAxis:
         if len(lines) > 1 and high - low > 8 * (tame - low) > 0:
             high = low + 2 * (tame - low)
         step = _step(high - low, max(abs(high), abs(low)))
-        first, last = math.floor(low / step), math.ceil(high / step)
+        first = math.floor(low / step)
+        last = math.ceil(high / step)
         if first == last:
             first, last = first - 1, last + 1
         ticks = tuple(at * step for at in range(first, last + 1))
@@ -389,7 +393,8 @@ def _reduced(columns: Values, y: Values, scale: _VerticalAxis) -> tuple[str, str
     place = np.minimum(columns.astype(int), COLUMNS - 1)
     starts = np.flatnonzero(np.diff(place, prepend=-1))
     at = place[starts] + 0.5
-    least, most = np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts)
+    least = np.minimum.reduceat(y, starts)
+    most = np.maximum.reduceat(y, starts)
     middle = _medians(y, starts)
     upper = _path(at, [scale.up(value) for value in most])
     lower = _path(at[::-1], [scale.up(value) for value in least[::-1]])

@@ -61,7 +61,8 @@ def write(
         html, values = report([run.path for run in runs], data_dir, costs)
     else:
         html, material = run_page.report(runs[0], data_dir, costs, refresh)
-        values, running = run_page.as_dict(material), material.running
+        values = run_page.as_dict(material)
+        running = material.running
     path = run_page.default_path(runs) if path is None else path
     run_page.write(path, html)
     return {"page": str(path), **values}, running

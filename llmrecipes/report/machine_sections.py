@@ -155,7 +155,8 @@ def _load(last: Mapping[int, list[float]], step: str) -> str:
         if dead
         else f"Every expert had tokens in step {step}."
     )
-    title, columns = f"Load per expert in step {step} (1 is even)", [str(n) for n in range(many)]
+    title = f"Load per expert in step {step} (1 is even)"
+    columns = [str(n) for n in range(many)]
     return charts.heat(title, names, columns, cells, along="expert", note=lost)
 
 
@@ -250,7 +251,9 @@ def energy(material: Material) -> str:
 
 def used_energy(material: Material) -> Energy | None:
     """Of all starts, by the profile if one is named; estimated by its power if none was recorded. None: unknown."""
-    records, costs, hours = material.records, material.costs, material.history.rank_hours
+    records = material.records
+    costs = material.costs
+    hours = material.history.rank_hours
     if records.energy is not None:
         return records.energy.by(costs)
     if records.has("energy/joules"):  # of a version that did not add it up
@@ -263,7 +266,8 @@ def used_energy(material: Material) -> Energy | None:
 
 def cost(material: Material) -> str:
     """Hours and their price."""
-    hours, costs = material.history.rank_hours, material.costs
+    hours = material.history.rank_hours
+    costs = material.costs
     if hours is None:
         return nothing("The number of ranks or the time is unknown.")
     rows = [("rank-hours, including starts", f"{hours:,.3g}")]
@@ -354,7 +358,8 @@ def _examined(material: Material) -> str:
         (*(str(finding.get(key, "")) for key in ("status", "check", "what", "fix")), _named(finding))
         for finding in findings
     ]
-    head, counts = ("result", "check", "what", "fix", "nodes"), Counter(row[0] for row in rows)
+    head = ("result", "check", "what", "fix", "nodes")
+    counts = Counter(row[0] for row in rows)
     said = ", ".join(f"{counts[name]:,} {name}" for name in ("fail", "warn", "skip", "ok") if counts[name])
     bad = newest.get("bad_nodes")
     left = f"; bad nodes: {', '.join(map(str, bad))}" if isinstance(bad, list) and bad else ""
@@ -372,7 +377,8 @@ def _examined(material: Material) -> str:
 
 
 def _named(finding: Mapping[str, Any]) -> str:
-    names, count = finding.get("nodes"), number(finding.get("number"))
+    names = finding.get("nodes")
+    count = number(finding.get("number"))
     known = [str(name) for name in names if name] if isinstance(names, list) else []
     more = 0 if count is None else int(count) - len(known)
     return ", ".join(known) + (f" and {more:,} more" if known and more > 0 else "")
@@ -406,7 +412,8 @@ def data(material: Material) -> str:
     tokenizer = material.data.tokenizer
     about = f"Tokenizer: {tokenizer.type}, {tokenizer.vocab_size:,} tokens. Fingerprint: {material.data.fingerprint}."
     passes = ""
-    tokens, whole = material.records["consumed_tokens"], material.data.counts("train").tokens
+    tokens = material.records["consumed_tokens"]
+    whole = material.data.counts("train").tokens
     if tokens.size and whole and np.isfinite(tokens[-1]):
         passes = nothing(
             f"The run has consumed {charts.short(float(tokens[-1]))} tokens: {tokens[-1] / whole:.3g} passes."

@@ -29,7 +29,9 @@ from llmrecipes.workflow.diagnose import diagnose
 if TYPE_CHECKING:
     from llmrecipes.hardware.profile import Costs
 
-LOG_LINES, MOST_LOGS, LOG_BYTES = 40, 8, 64 * 1024
+LOG_LINES = 40
+MOST_LOGS = 8
+LOG_BYTES = 64 * 1024
 MOST_STARTS = 50
 """Environments of earlier starts that are compared."""
 

@@ -46,7 +46,8 @@ def _stages(model_graph: Graph) -> str:
 
 def layers(material: Material) -> str:
     """Numbers by layer, where they were recorded."""
-    records, drawn = material.records, []
+    records = material.records
+    drawn = []
     for name, samples in sorted(records.samples.items()):
         rows = [(step, value) for step, value in samples.kept if isinstance(value, list) and value
                 and all(item is None or number(item) is not None for item in value)]  # fmt: skip

@@ -125,7 +125,8 @@ class Records:
             self.notes.append(note)
 
     def _step(self, record: Mapping[str, Any]) -> None:
-        place, step = len(self.steps), record["step"]
+        place = len(self.steps)
+        step = record["step"]
         self.steps.append(step)
         if record.get("skipped") is True:
             self.skipped.append(step)

@@ -15,7 +15,8 @@ from llmrecipes.report import charts, machine_sections, model, training_sections
 from llmrecipes.report.material import Material
 from llmrecipes.rundir import Run
 
-PAGE, COMPARISON = "report.html", "comparison.html"
+PAGE = "report.html"
+COMPARISON = "comparison.html"
 MEDIANS = ("tokens_per_second", "step_seconds", "mfu")
 
 STYLE = """\

@@ -88,7 +88,8 @@ def history(records: Records, ranks: int | None) -> History:
     Args:
         ranks: of the newest plan, for starts that say nothing.
     """
-    times, seconds = records["time"], records["step_seconds"]
+    times = records["time"]
+    seconds = records["step_seconds"]
     events = _events(records)
     if not events:
         return History()
@@ -114,9 +115,11 @@ def _noted(records: Records, events: list[tuple[float, int]], times: Any, second
                      and records.steps[0] <= int(notes[0]["step"])):  # fmt: skip
         return []  # its first starts were of a version without such notes
     starts: list[RecordedStart] = []
-    moments, reached = np.array([at for at, _ in events]), np.array([step for _, step in events])
+    moments = np.array([at for at, _ in events])
+    reached = np.array([step for _, step in events])
     for place, note in enumerate(notes):
-        opened, details = float(note["time"]), note["details"]
+        opened = float(note["time"])
+        details = note["details"]
         until = float(notes[place + 1]["time"]) if place + 1 < len(notes) else np.inf
         same = bool(starts) and details.get("pid") is not None and (details.get("pid"), details.get("host")) == (
             notes[place - 1]["details"].get("pid"), notes[place - 1]["details"].get("host"))  # fmt: skip
@@ -126,7 +129,8 @@ def _noted(records: Records, events: list[tuple[float, int]], times: Any, second
         steps = (times >= opened) & (times < until)
         first = float((times[steps] - seconds[steps])[0]) if steps.any() else end
         to_step = int(reached[mine].max()) if mine.any() else int(note["step"])
-        ranks, host = number(details.get("ranks")), details.get("host")
+        ranks = number(details.get("ranks"))
+        host = details.get("host")
         start = RecordedStart(
             begin, max(begin, first if np.isfinite(first) else opened), end, int(note["step"]), to_step, rewound=same,
             ranks=None if ranks is None else int(ranks), host=host if isinstance(host, str) else None,
@@ -141,7 +145,8 @@ def _noted(records: Records, events: list[tuple[float, int]], times: Any, second
 
 def _lost(before: RecordedStart, details: dict[str, Any], start: RecordedStart) -> None:
     """Steps that the start before this one had done, and this one did again."""
-    reached, at = number(details.get("reached_step")), number(details.get("reached_time"))
+    reached = number(details.get("reached_step"))
+    at = number(details.get("reached_time"))
     if reached is None or at is None:
         return
     before.repeated = max(0, int(reached) - start.from_step)
@@ -155,14 +160,16 @@ def _inferred(records: Records, events: list[tuple[float, int]], times: Any, sec
     if not len(records):
         return []
     known = np.isfinite(times)
-    times, steps = times[known], np.array(records.steps)[known]
+    times = times[known]
+    steps = np.array(records.steps)[known]
     if not times.size:
         return []
     took = np.nan_to_num(seconds[known])
     usual = float(np.median(took)) if took.size else 0.0
     gaps = np.diff(times) - took[1:]
     for evaluation in records.evaluations:
-        at, length = number(evaluation.get("time")), number(evaluation.get("eval_seconds"))
+        at = number(evaluation.get("time"))
+        length = number(evaluation.get("eval_seconds"))
         place = np.searchsorted(times, at or 0.0) - 1
         if at is not None and length is not None and 0 <= place < len(gaps):
             gaps[place] -= length

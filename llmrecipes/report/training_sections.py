@@ -130,7 +130,8 @@ def _series(material: Material, name: str, title: str) -> Line | None:
     records = material.records
     if name not in records.names():
         return None
-    values, steps = records[name], np.array(records.steps, dtype=np.float64)
+    values = records[name]
+    steps = np.array(records.steps, dtype=np.float64)
     # Where a step has no such number, e.g. with experts in every tenth: not the same as one that is not finite.
     sparse = name not in ("loss", "grad_norm")
     return (
@@ -291,12 +292,14 @@ def time_line(material: Material) -> str:
     past, records = material.history, material.records
     if not past.starts:
         return nothing("Nothing has happened yet.")
-    begin, end = past.starts[0].begin, max(start.end for start in past.starts)
+    begin = past.starts[0].begin
+    end = max(start.end for start in past.starts)
 
     def moments(notes: Iterable[dict[str, Any]], seconds: str = "") -> list[tuple[float, float]]:
         times = []
         for note in notes:
-            stamp, length = number(note.get("time")), number(note.get(seconds) if seconds else 0.0)
+            stamp = number(note.get("time"))
+            length = number(note.get(seconds) if seconds else 0.0)
             if stamp is not None:
                 times.append((float(stamp) - float(length or 0.0), float(stamp)))
         return times

@@ -46,7 +46,8 @@ class Law:
         ratio = (math.log(self.alpha * self.A) - math.log(self.beta * self.B)) / total
         # A bootstrap sample may leave a term undetermined; its optimum is then far away, but a number.
         size = min(max(ratio + budget * self.parameter_exponent, -MOST_LOG), MOST_LOG)
-        parameters, tokens = math.exp(size), math.exp(min(max(budget - size, -MOST_LOG), MOST_LOG))
+        parameters = math.exp(size)
+        tokens = math.exp(min(max(budget - size, -MOST_LOG), MOST_LOG))
         return Point(parameters, tokens, self.loss(parameters, tokens))
 
     @property

@@ -103,7 +103,8 @@ class _LoggedWarnings:
     """
 
     def __init__(self, library: Path, others: Callable[..., None]) -> None:
-        self._library, self._others = str(library), others
+        self._library = str(library)
+        self._others = others
         self._seen: set[str] = set()
 
     def __call__(

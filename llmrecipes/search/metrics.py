@@ -50,7 +50,8 @@ class TrialProgress:
             return
         step = values["step"]
         if "step_seconds" in values:
-            self.step, self.tokens = step, values["consumed_tokens"]
+            self.step = step
+            self.tokens = values["consumed_tokens"]
             self.seconds += values["step_seconds"]
             self.diverged = bool(values.get("non_finite")) and not values.get("skipped")
         elif "valid_loss" in values and step:  # before the first step it is no result of the trial
@@ -161,7 +162,9 @@ def _progress(client: MlflowClient, run: str) -> TrialProgress:
         key: {point.step: point.value for point in client.get_metric_history(run, tracker_name(key))}
         for key in ("valid_loss", "valid_bits_per_byte", "consumed_tokens", "step_seconds", "loss")
     }
-    tokens, seconds, losses = history["consumed_tokens"], history["step_seconds"], history["loss"]
+    tokens = history["consumed_tokens"]
+    seconds = history["step_seconds"]
+    losses = history["loss"]
     step = max(losses, default=0)
     bits = history["valid_bits_per_byte"]
     return TrialProgress(

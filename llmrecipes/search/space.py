@@ -58,7 +58,8 @@ def parameters(values: Mapping[str, JsonValue]) -> dict[str, Plain]:
 
 def suggest(trial: Trial, recipe: Recipe, search: Search) -> Values:
     """Values that the sampler chooses for a trial; keys whose condition does not hold are left out."""
-    data, values = recipe.model_dump(mode="json"), Values()
+    data = recipe.model_dump(mode="json")
+    values = Values()
     for dimension in search.space:
         if not applies(dimension, values, data):
             continue
@@ -110,7 +111,8 @@ def applies(dimension: Dimension, chosen: Mapping[str, JsonValue], data: Mapping
 
 def own_point(recipe: Recipe, search: Search) -> Values | None:
     """The recipe's values of the searched keys; None if the space does not contain them."""
-    data, values = recipe.model_dump(mode="json"), Values()
+    data = recipe.model_dump(mode="json")
+    values = Values()
     for dimension in search.space:
         if not applies(dimension, values, data):
             continue

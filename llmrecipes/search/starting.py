@@ -188,7 +188,8 @@ class Starter:
                 job = handle(known.ref)
         except UserError as error:
             return self._not_submitted(trial, values, error)
-        frozen, ranks = self._frozen(trial), plan.world_size
+        frozen = self._frozen(trial)
+        ranks = plan.world_size
         earlier = attributes.get(EARLIER_SEEDS, 0.0)
         self._submitted = True
         return Running(
@@ -211,7 +212,10 @@ class Starter:
         self.with_retries(lambda: running.trial.set_user_attr(EARLIER_SEEDS, running.earlier_seeds))
         self.with_retries(lambda: running.trial.set_user_attr(RUN_ID, run_id))
         job = self.submit(running.trial, recipe, plan, run_id, running.slot)
-        running.recipe, running.plan, running.run_id, running.job = recipe, plan, run_id, job
+        running.recipe = recipe
+        running.plan = plan
+        running.run_id = run_id
+        running.job = job
         running.reader = self._reader(recipe, run_id)
         running.tracked, running.resumed = False, 0
 

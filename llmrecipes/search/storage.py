@@ -167,7 +167,9 @@ def with_retries(call: Callable[[], T], place: str, seconds: float | None = None
         UserError: the storage has not responded for so long, or refuses.
     """
     seconds = PATIENCE_SECONDS if seconds is None else seconds
-    started, pause, warned = time.monotonic(), 0.1, False
+    started = time.monotonic()
+    pause = 0.1
+    warned = False
     while True:
         try:
             result = call()
@@ -307,7 +309,9 @@ class HeartbeatJournal(_RedactedAttributes, JournalStorage, BaseHeartbeat):
         self, backend: Journal, interval: int, grace: int, stale: Callable[[Study, FrozenTrial], None]
     ) -> None:
         super().__init__(backend)
-        self._interval, self._grace, self._stale = interval, grace, stale
+        self._interval = interval
+        self._grace = grace
+        self._stale = stale
         self._watch = Watch()
 
     def record_heartbeat(self, trial_id: int) -> None:

@@ -48,7 +48,9 @@ from llmrecipes.search.trials import OUTCOME, SOURCE, is_infeasible
 
 logger = logging.getLogger(__name__)
 
-BASIS, WORKERS, STARTED = "llmrecipes:basis", "llmrecipes:worker:", "llmrecipes:started"
+BASIS = "llmrecipes:basis"
+WORKERS = "llmrecipes:worker:"
+STARTED = "llmrecipes:started"
 RECIPE, OVERRIDES = "llmrecipes:recipe", "llmrecipes:overrides"
 """The resolved recipe of the newest search of a study, and the overrides of its command line."""
 FILLED_WITHIN = 60.0
@@ -240,7 +242,8 @@ def _is_filled(study: optuna.Study) -> bool:
     deadline = time.monotonic() + FILLED_WITHIN
     while BASIS not in study.user_attrs:
         if (number := len(study.get_trials(deepcopy=False))) > known:
-            known, deadline = number, time.monotonic() + FILLED_WITHIN
+            known = number
+            deadline = time.monotonic() + FILLED_WITHIN
         if time.monotonic() > deadline:
             return False
         time.sleep(0.2)
@@ -351,7 +354,8 @@ def _require_comparable(earlier: optuna.Study, recipe: Recipe) -> dict[str, Any]
     Raises:
         UserError: it measures something else.
     """
-    where, now = "search.source_studies", basis(recipe)
+    where = "search.source_studies"
+    now = basis(recipe)
     if (then := earlier.user_attrs.get(BASIS)) is None:
         raise UserError(
             f"the study {earlier.study_name} does not record its recipe", where=where,

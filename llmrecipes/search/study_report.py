@@ -111,7 +111,8 @@ def _own_trial(study: optuna.Study, recipe: Recipe) -> FrozenTrial | None:
 
 
 def _headline(study: optuna.Study, recipe: Recipe) -> str:
-    best, own = best_trials(study), _own_trial(study, recipe)
+    best = best_trials(study)
+    own = _own_trial(study, recipe)
     if not best:
         return '<p class="headline">No trial is complete.</p>'
     if len(study.directions) > 1:
@@ -127,10 +128,12 @@ def _headline(study: optuna.Study, recipe: Recipe) -> str:
 
 
 def _best(study: optuna.Study, recipe: Recipe) -> str:
-    best, search = best_trials(study), require_section(recipe)
+    best = best_trials(study)
+    search = require_section(recipe)
     if not best:
         return ""
-    point, trial = own_point(recipe, search), _own_trial(study, recipe)
+    point = own_point(recipe, search)
+    trial = _own_trial(study, recipe)
     shown = best[:MOST_BEST]
     head = ["", *(f"trial {trial.number}" for trial in shown), "recipe"]
     rows = [
@@ -196,7 +199,8 @@ def _sections(study: optuna.Study) -> Iterator[str]:
 
 def _table(study: optuna.Study) -> str:
     trials = list(own_trials(study))
-    names, keys = _names(study), _keys(trials)
+    names = _names(study)
+    keys = _keys(trials)
     curves = any(trial.intermediate_values for trial in trials)
     reasons = any(REASON in trial.user_attrs for trial in trials)
     best = {trial.number for trial in best_trials(study)}
@@ -384,7 +388,8 @@ def _curves(study: optuna.Study, name: str) -> Figure:
 def _timeline(study: optuna.Study) -> Figure:
     figure = visualization.plot_timeline(study)
     for bars in figure.data:
-        colour, name = COLOURS.get(bars.name, "#999999"), NAMES.get(bars.name, bars.name.lower())
+        colour = COLOURS.get(bars.name, "#999999")
+        name = NAMES.get(bars.name, bars.name.lower())
         # Optuna's text has all attributes of a trial, such as the name of the machine it ran on.
         text = [f"trial {number} {name}" for number in bars.y]
         bars.update(name=name, text=text, hovertemplate="%{text}<extra></extra>", marker={"color": colour})

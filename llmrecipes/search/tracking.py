@@ -146,7 +146,8 @@ class StudyTracker:
                 del self.waiting[0]
         except Exception as error:  # the study must not depend on its tracking
             self._not_before = time.monotonic() + RETRY_SECONDS
-            where, text = redact(self.uri), str(error).replace(self.uri, redact(self.uri)).partition("\n")[0]
+            where = redact(self.uri)
+            text = str(error).replace(self.uri, redact(self.uri)).partition("\n")[0]
             logger.warning("MLflow at %s does not respond (%s); the search continues", where, text)
 
     def _send(self, call: Callable[[MlflowClient], None]) -> None:

@@ -194,7 +194,8 @@ class Running:
 
     def _final(self, progress: TrialProgress) -> TrialEvaluation | None:
         """The evaluation of a complete trial that counts: of its best checkpoint, if that is kept, else the last."""
-        train, by_step = self.recipe.train, progress.evaluations
+        train = self.recipe.train
+        by_step = progress.evaluations
         ends_early = train.early_stop is not None or train.target_loss is not None
         last = by_step.get(train.train_iters) or (by_step[max(by_step)] if ends_early and by_step else None)
         finite = [result for result in by_step.values() if result.valid_loss is not None]

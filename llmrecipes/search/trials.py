@@ -222,7 +222,8 @@ class Heartbeat:
     """
 
     def __init__(self, study: optuna.Study, seconds: float) -> None:
-        self._study, self._seconds = study, seconds
+        self._study = study
+        self._seconds = seconds
         self._trials: dict[int, optuna.Trial] = {}
         self._lock, self._ended = Lock(), Event()
         self._thread = Thread(target=self._run, name="heartbeat", daemon=True)

@@ -78,7 +78,9 @@ class AlarmSink(Sink):
         say: Callable[[str], None],
         close_seconds: float = CLOSE_SECONDS,
     ) -> None:
-        self._files, self._total, self._close_seconds = files, total_steps, close_seconds
+        self._files = files
+        self._total = total_steps
+        self._close_seconds = close_seconds
         self._last: deque[StepMetrics] = deque(maxlen=LAST_STEPS)
         self._step, self._ended = 0, False
         senders = [sender for sender in (_webhook(webhook, say), _command(command, say)) if sender is not None]
@@ -151,7 +153,9 @@ class _Way:
     """
 
     def __init__(self, sender: _Sender, message: Callable[[Sequence[Alarm], int], str], interval: float) -> None:
-        self.sender, self._message, self._interval = sender, message, interval
+        self.sender = sender
+        self._message = message
+        self._interval = interval
         self._queue: Queue[Alarm | None] = Queue(MOST_WAITING)
         self._unsent = 0
         self._ending = threading.Event()
@@ -181,7 +185,8 @@ class _Way:
             while not self._queue.empty():
                 if (more := self._queue.get()) is not None:
                     gathered.append(more)
-            unsent, self._unsent = self._unsent, 0
+            unsent = self._unsent
+            self._unsent = 0
             self.sender.send(redact(self._message(gathered, unsent)))
             self._ending.wait(self._interval)
 
@@ -201,7 +206,9 @@ class _Sender:
     """Sends messages by one way; says once that it does not work."""
 
     def __init__(self, name: str, send: Callable[[str], None], say: Callable[[str], None]) -> None:
-        self._name, self._send, self._say = name, send, say
+        self._name = name
+        self._send = send
+        self._say = say
         self._failed = False
 
     def send(self, message: str) -> None:

@@ -267,14 +267,16 @@ def is_measured(step: int, recipe: Recipe) -> bool:
 
     With a `train.log_interval` only steps that are logged count: every tenth is then the next multiple of it.
     """
-    shown, last = recipe.train.log_interval, recipe.train.train_iters
+    shown = recipe.train.log_interval
+    last = recipe.train.train_iters
     stride = -(-STEPS_BETWEEN // shown) * shown
     return step % stride == 0 or step in (shown, last)
 
 
 def is_sampled(step: int, recipe: Recipe) -> bool:
     """Whether layers are measured in a step, for the record of the next: one that is logged, as in `is_measured`."""
-    interval, shown = recipe.tracking.layers_interval, recipe.train.log_interval
+    interval = recipe.tracking.layers_interval
+    shown = recipe.train.log_interval
     return interval is not None and (step + 1) % (-(-interval // shown) * shown) == 0
 
 

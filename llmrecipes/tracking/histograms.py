@@ -27,7 +27,8 @@ MOST_SAMPLES = 64
 """Steps in the files of MLflow; every second is dropped when there are more."""
 SECONDS_BETWEEN = 60.0
 """Between two versions of these files."""
-FOLDER, COUNTS = "histograms", "histograms/histograms.json"
+FOLDER = "histograms"
+COUNTS = "histograms/histograms.json"
 _COLUMNS = 3
 
 
@@ -73,7 +74,8 @@ class HistogramFiles:
     """
 
     def __init__(self, failed: Callable[[str], None]) -> None:
-        self._failed, self._has_failed = failed, False
+        self._failed = failed
+        self._has_failed = False
         self._kept: dict[int, Mapping[str, Any]] = {}
         self._last: tuple[int, Mapping[str, Any]] | None = None
         self._every, self._seen = 1, 0
@@ -81,10 +83,12 @@ class HistogramFiles:
 
     def add(self, values: Mapping[str, Any]) -> None:
         """Take in a line of metrics.jsonl; one that was seen before, which could not be sent, counts once."""
-        step, histograms = values["step"], values.get("histograms")
+        step = values["step"]
+        histograms = values.get("histograms")
         if not isinstance(histograms, Mapping) or (self._last is not None and step <= self._last[0]):
             return
-        self._last, self._new = (step, histograms), True
+        self._last = (step, histograms)
+        self._new = True
         if self._seen % self._every == 0:
             self._kept[step] = histograms
             if len(self._kept) > MOST_SAMPLES:

@@ -127,7 +127,8 @@ class Sums:
         for chunk in range(whole):
             if self.chunks[chunk] == recorded.chunks[chunk]:
                 continue
-            first, last = chunk * SUMMED_LINES + 1, min((chunk + 1) * SUMMED_LINES, self.lines)
+            first = chunk * SUMMED_LINES + 1
+            last = min((chunk + 1) * SUMMED_LINES, self.lines)
             if ranges and ranges[-1][1] == first - 1:
                 first = ranges.pop()[0]
             ranges.append((first, last))
@@ -138,7 +139,9 @@ def read_sums(path: Path) -> Sums | None:
     """The file that `Sums.write` wrote; None if it is missing or damaged."""
     try:
         values = read_json(path, root=path.parent)
-        lines, step, chunks = values["lines"], values["step"], values["chunks"]
+        lines = values["lines"]
+        step = values["step"]
+        chunks = values["chunks"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if type(lines) is not int or type(step) is not int or not isinstance(chunks, list):
@@ -171,7 +174,9 @@ def rewind(path: Path, step: int, recorded: Sums | None = None) -> Rewound:
     """
     rewound = Rewound()
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    steps, seen, torn = _Steps(), Sums(), False
+    steps = _Steps()
+    seen = Sums()
+    torn = False
     if path.exists():
         try:
             with temporary.open("wb") as new:
@@ -226,7 +231,8 @@ class _Steps:
             self.last = values["step"]
 
     def _expect(self, number: float, step: int) -> None:
-        first, last = self.last + 1, step - 1
+        first = self.last + 1
+        last = step - 1
         if first <= last:
             what = f"step {first} is" if first == last else f"steps {first} to {last} are"
             self.problems.append((number, f"{what} missing"))
@@ -273,7 +279,9 @@ class JsonlSink:
                 rule="metrics are written to the run directory",
                 fix="make the directory writable or choose another one with --runs-dir",
             ) from error
-        self.problems, self.reached, self._sums = rewound.problems, rewound.reached, rewound.sums
+        self.problems = rewound.problems
+        self.reached = rewound.reached
+        self._sums = rewound.sums
         self.energy = rewound.energy
         self._sums.step = resumed_step
         self._write_sums()

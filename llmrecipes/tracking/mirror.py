@@ -144,7 +144,8 @@ class Mirror(ABC, Generic[C, R]):
 
     def run(self) -> None:
         """Send until the end, then close the run and report."""
-        wait, retry = 0.0, SECONDS_BETWEEN_BATCHES
+        wait = 0.0
+        retry = SECONDS_BETWEEN_BATCHES
         while not self._ending.event.wait(wait):
             if self._attempt() is None:
                 wait = retry = SECONDS_BETWEEN_BATCHES

@@ -89,7 +89,8 @@ class _Connections(HTTPHandler):
 class _Secure(HTTPSHandler):
     def __init__(self, connections: _Connections, context: ssl.SSLContext | None) -> None:
         super().__init__()
-        self._connections, self._trusted = connections, context
+        self._connections = connections
+        self._trusted = context
 
     def https_open(self, req: Request) -> http.client.HTTPResponse:
         return self.do_open(partial(self._connections.kept, http.client.HTTPSConnection), req, context=self._trusted)

@@ -141,15 +141,20 @@ class Counted:
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._clock = console or Console(stderr=True), clock
-        self._name, self._total, self._done = "", 0, 0
+        self._console = console or Console(stderr=True)
+        self._clock = clock
+        self._name = ""
+        self._total = 0
+        self._done = 0
         self._begun = self._printed = 0.0
         self._live: Progress | None = None
 
     def begin(self, name: str, total: int | None) -> None:
         """Start a new task of `total` items; None if the number is unknown."""
         self.close()
-        self._name, self._total, self._done = name, total or 0, 0
+        self._name = name
+        self._total = total or 0
+        self._done = 0
         self._begun = self._printed = self._clock()
 
     def add(self, items: int) -> None:

@@ -57,7 +57,8 @@ class PrometheusSink(Sink, Collector):
     """
 
     def __init__(self, run: str, *, port: int, total_steps: int) -> None:
-        self._run, self._total = run, total_steps
+        self._run = run
+        self._total = total_steps
         self._step: StepMetrics | None = None
         self._eval: EvalMetrics | None = None
         self._spreads: dict[str, Mapping[str, Mapping[str, Any]]] = {}

@@ -37,7 +37,9 @@ def read(run_dir: Path) -> dict[str, Any]:
 
 def _has_ended(values: dict[str, Any]) -> bool:
     """Whether the process of a run is known to have ended; one of another machine or container cannot be seen."""
-    pid, then, this = values.get("pid"), MachineIdentity.of(values), this_machine()
+    pid = values.get("pid")
+    then = MachineIdentity.of(values)
+    this = this_machine()
     if then.is_this:
         return type(pid) is not int or start_ticks(pid) != values.get("pid_ticks")
     return then.host == this.host and then.boot_id != this.boot_id  # the machine was restarted

@@ -89,7 +89,9 @@ class TrainJobSink(Sink):
     def __init__(
         self, server: TrainerServer, *, resumed_step: int, total_steps: int, interval: float = SECONDS_BETWEEN
     ) -> None:
-        self._server, self._total, self._interval = server, total_steps, interval
+        self._server = server
+        self._total = total_steps
+        self._interval = interval
         self._step, self._metrics = resumed_step, dict[str, float]()
         self._seconds: deque[float] = deque(maxlen=STEPS_FOR_TIME_LEFT)
         self._status = self._now()

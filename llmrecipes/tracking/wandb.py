@@ -226,7 +226,8 @@ class WandbSink(MirrorSink):
 
 def wandb_config(start: RunStart) -> WandbConfig:
     """Configuration of the mirror, without the API key: W&B's library reads that from the environment or ~/.netrc."""
-    recipe, settings = start.recipe, start.recipe.tracking
+    recipe = start.recipe
+    settings = start.recipe.tracking
     return WandbConfig(
         run_dir=str(start.run_dir.resolve()),
         run_name=settings.wandb_exp_name or start.run_dir.name,

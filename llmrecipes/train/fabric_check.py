@@ -247,7 +247,8 @@ def nccl_output() -> Iterator[NcclOutput | None]:
     if FABRIC not in os.environ:
         yield None
         return
-    output, ended = NcclOutput(os.environ), threading.Event()
+    output = NcclOutput(os.environ)
+    ended = threading.Event()
     if os.environ.get("RANK", "0") == "0":
         print(f"NCCL shows {output.level}; its INFO, which names the network, goes to {output.where}", flush=True)
 

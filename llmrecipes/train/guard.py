@@ -61,7 +61,8 @@ class SpikeGuard:
 
     def take(self) -> StepSpike | None:
         """The spike of the last step, once: a step whose fp16 gradients overflow is not judged."""
-        spike, self._spike = self._spike, None
+        spike = self._spike
+        self._spike = None
         return spike
 
     def recent(self) -> dict[str, tuple[float, ...]]:

@@ -102,9 +102,11 @@ def open_loaders(recipe: Recipe, prepared: Prepared, world: World, *, pin_memory
             rule="the monitored set must be large enough to have a loss",
             fix="monitor another set, or raise the share of valid in data.split",
         )
-    span, sizes = span_of(recipe), batch_schedule(recipe)
+    span = span_of(recipe)
+    sizes = batch_schedule(recipe)
     first = 0 if span is None else span.order[0]  # of the order of samples, whose numbers begin with 0
-    earlier, sizes = sizes.samples(first), sizes.since(first)
+    earlier = sizes.samples(first)
+    sizes = sizes.since(first)
     read = partial(
         _read,
         recipe,
@@ -224,7 +226,8 @@ class HeldOutBatches:
 
     def __init__(self, batches: Iterator[Batch], shape: tuple[int, int]) -> None:
         self.failure: UserError | None = None
-        self._source, self._shape = batches, shape
+        self._source = batches
+        self._shape = shape
 
     def __iter__(self) -> Iterator[Batch]:
         return self

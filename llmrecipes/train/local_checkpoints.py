@@ -37,7 +37,8 @@ class LocalCheckpoints:
     """
 
     def __init__(self, plan: Plan, interval: int, run: Run, group: Ranks) -> None:
-        wanted, self.interval = plan.recipe.checkpoint, interval
+        wanted = plan.recipe.checkpoint
+        self.interval = interval
         self._run, self._group = run, group
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(group.size)))
         token = run_token(run.local_checkpoints, group)

@@ -114,8 +114,10 @@ class Loop:
 
     def back(self, tracker: Tracker, progress: Progress, evaluation_due: bool, monitored: Monitored) -> None:
         """Prepare to run from an earlier step of the same engine on."""
-        self.tracker, self.progress = tracker, progress
-        self.evaluation_due, self.monitored = evaluation_due, monitored
+        self.tracker = tracker
+        self.progress = progress
+        self.evaluation_due = evaluation_due
+        self.monitored = monitored
         self.losses = []
 
     def _run(self, progress: Progress, batches: ReadAhead) -> tuple[LoopOutcome, int]:
@@ -147,7 +149,8 @@ class Loop:
             if evaluating and not stopping:
                 stopping = evaluating = not self._evaluate(progress)
             ended = stop_reason(self.monitored, train) is not None
-            last, saving = last or ended, saving or ended
+            last = last or ended
+            saving = saving or ended
             for observer in self.observers:
                 if not observer.evaluate(progress.step, ended=ended, stopping=stopping):
                     stopping = evaluating = True
@@ -191,7 +194,8 @@ class Loop:
         )
         seconds = time.perf_counter() - started
         counts = self.engine.parts.fields(progress)
-        before, batch = progress, self.plan.batches.of_step(progress.step)
+        before = progress
+        batch = self.plan.batches.of_step(progress.step)
         progress = Progress(
             step=progress.step + 1,
             consumed_samples=guard.first_sample(progress, self.plan) + batch,

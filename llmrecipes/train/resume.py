@@ -98,7 +98,9 @@ def resized(start: Start, plan: Plan, saved: Plan) -> tuple[Note, ...]:
     """
     if start.entry is None:
         return ()
-    before, now, expected = start.entry.manifest.layout, plan.layout.as_dict(), saved.layout.as_dict()
+    before = start.entry.manifest.layout
+    now = plan.layout.as_dict()
+    expected = saved.layout.as_dict()
     names = ("world_size", "data_parallel_size")
     if all(before.get(name, expected[name]) == expected[name] for name in names):
         return ()

@@ -31,7 +31,9 @@ class Rewind(Exception):
 
     def __init__(self, entry: Entry, skipped: Ranges, note: Note) -> None:
         super().__init__(note.event)
-        self.entry, self.skipped, self.note = entry, skipped, note
+        self.entry = entry
+        self.skipped = skipped
+        self.note = note
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ class Rewinds:
     def _chosen(
         self, spike: StepSpike, progress: Progress, began: int
     ) -> tuple[Entry, list[dict[str, Any]]] | str | None:
-        faults, batch = self.recipe.faults, self.recipe.train.global_batch_size
+        faults = self.recipe.faults
+        batch = self.recipe.train.global_batch_size
         records = self._read()
         if len(records) >= faults.loss_spike_max_rewinds:
             return str(len(records))

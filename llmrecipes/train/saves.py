@@ -31,7 +31,9 @@ class Saves:
     """
 
     def __init__(self, loop: Loop) -> None:
-        self._loop, self._plan, self._saver = loop, loop.plan, loop.saver
+        self._loop = loop
+        self._plan = loop.plan
+        self._saver = loop.saver
         self._failed: dict[int, str] = {}
         """Steps whose save has failed since the last one that has not, and why."""
         self._waited: dict[int, float] = {}

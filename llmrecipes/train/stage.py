@@ -98,7 +98,8 @@ def train_stage(
         more = outcome is LoopOutcome.FINISHED and follows(begun, loop)
         last = loop.progress.step
         if more and any_rank(joined.stop.requested or last == joined.spec.stop_after, joined.platform.device):
-            more, outcome = False, loop.stopped(last)
+            more = False
+            outcome = loop.stopped(last)
         is_finished = outcome is LoopOutcome.FINISHED and not more
         if is_finished:
             for observer in joined.observers:
@@ -160,9 +161,12 @@ def build_loop(joined: Joined, begun: StageStart, stack: ExitStack) -> tuple[Loo
     Returns:
         The loop, and the stack that closes only the tracker.
     """
-    spec, plan, local = joined.spec, begun.plan, begun.local
+    spec = joined.spec
+    plan = begun.plan
+    local = begun.local
     recipe = plan.recipe
-    engines, platform = backend(spec.recipe), joined.platform
+    engines = backend(spec.recipe)
+    platform = joined.platform
     world = joined.lay_out(recipe)
     loaders = open_loaders(recipe, joined.prepared, world, pin_memory=platform.name == "cuda")
     if spec.overfit_batch:
@@ -243,7 +247,8 @@ def run_loop(joined: Joined, begun: StageStart, loop: Loop, trackers: ExitStack)
             progress = replace(progress, skipped_samples=merged(progress.skipped_samples, rewind.skipped))
             tracker = trackers.enter_context(open_tracker(joined, loop.engine, loop.world, progress))
             tracker.note(rewind.note)
-            held_out, metrics = monitored(rewind.entry), joined.spec.run.metrics
+            held_out = monitored(rewind.entry)
+            metrics = joined.spec.run.metrics
             due = loop.loaders.evaluates and evaluation_due(
                 progress.step, begun.plan.recipe, metrics, loop.world, held_out
             )

@@ -36,7 +36,9 @@ def at_start(entry: Entry | None, plan: Plan) -> Monitored:
     A stage whose held-out sequences are others than those of the stage before begins without a loss, unless the run has
     ended by it.
     """
-    state, recipe, span = monitored(entry), plan.recipe, plan.span
+    state = monitored(entry)
+    recipe = plan.recipe
+    span = plan.span
     if span is None or entry is None or entry.step != span.first_step or stop_reason(state, recipe.train) is not None:
         return state
     before = stage_of(plan.run_recipe, span.first_step, ending=True)

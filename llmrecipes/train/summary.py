@@ -152,7 +152,8 @@ def sample_prompt(recipe: Recipe) -> str:
 
 def generate_command(spec: RunSpec) -> str:
     """The command that continues the same prompt again, quoted for a shell."""
-    prompt, is_chat = sample_prompt(spec.recipe), spec.recipe.data.chat is not None
+    prompt = sample_prompt(spec.recipe)
+    is_chat = spec.recipe.data.chat is not None
     return command_line("generate", spec.run_dir, options={"prompt": prompt, "chat": is_chat}, data_dir=spec.data_dir)
 
 
@@ -194,7 +195,8 @@ def overfit_verdict(losses: list[float], dropout: float) -> str:
 def _sample(spec: RunSpec, prepared: Prepared, loop: Loop) -> None:
     tokenizer = prepared.tokenizer()
     prompt = sample_prompt(spec.recipe)
-    ids, end = tokenizer.prompt(prompt), tokenizer.eod
+    ids = tokenizer.prompt(prompt)
+    end = tokenizer.eod
     if spec.recipe.data.chat is not None:
         chat = question(prepared, prompt)
         prompt, ids, end = chat.text, chat.ids, chat.end
@@ -300,10 +302,13 @@ def _first_samples(recipe: Recipe, prepared: Prepared, split: Split, tokens: int
 
 def describe(joined: Joined, plan: Plan, implementation: Implementation, progress: Progress) -> None:
     """Print what is about to run; `plan` is the stage's."""
-    cluster, prepared, recipe = joined.cluster, joined.prepared, plan.recipe
+    cluster = joined.cluster
+    prepared = joined.prepared
+    recipe = plan.recipe
     device = cluster.gpus[0].name if cluster.gpus else f"CPU, {cluster.cpu_cores:g} cores"
     train = recipe.train
-    counts, talks = prepared.manifest.counts("train"), prepared.manifest.chat
+    counts = prepared.manifest.counts("train")
+    talks = prepared.manifest.chat
     tokens = counts.tokens
     data = f"{number(tokens)} training tokens, {plan.total_tokens / max(tokens, 1):.2f} epochs"
     if talks is not None:
@@ -341,7 +346,8 @@ def open_tracker(joined: Joined, engine: Engine, world: World, progress: Progres
     if not world.is_first:
         yield NoTracker()
         return
-    spec, made = joined.spec, engine.implementation
+    spec = joined.spec
+    made = engine.implementation
     layers = {"transformer_impl": made.name, "transformer_impl_reason": made.reason}
     plan_values = {**joined.plan.as_dict(), **layers, "predicted": spec.predicted}
     predicted = {} if spec.predicted is None else {"predicted": json.dumps(spec.predicted)}
@@ -383,9 +389,11 @@ def decontaminated_metrics(dropped: dict[str, int]) -> dict[str, float]:
 
 
 def _adapters(plan: Plan) -> dict[str, str]:
-    lora, added = plan.recipe.lora, plan.num_adapter_parameters
+    lora = plan.recipe.lora
+    added = plan.num_adapter_parameters
     if plan.recipe.train.freeze:
-        frozen, total = count_frozen(plan.recipe)[0], plan.num_parameters.total
+        frozen = count_frozen(plan.recipe)[0]
+        total = plan.num_parameters.total
         return {"trained": f"{number(total - frozen)} parameters, {1 - frozen / total:.2%} of the model"}
     if lora is None:
         return {}

@@ -104,7 +104,8 @@ def _as_planned(spec: RunSpec, cluster: Cluster) -> RunPlan:
         UserError: it is not the one that was checked before the start.
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    planned, cluster = spec.planned or {}, replace(cluster, nvlink_domain=spec.nvlink_domain)
+    planned = spec.planned or {}
+    cluster = replace(cluster, nvlink_domain=spec.nvlink_domain)
     here = f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
     # A different number of ranks may not have a plan at all.
     if (world_size := planned.get("world_size", ranks)) != ranks:

@@ -53,7 +53,8 @@ class Coordinates:
         ys = [math.log(value) if value > 0 else -math.inf for value in self.values[name][step]]
         if not all(map(math.isfinite, ys)):
             return math.inf
-        middle_x, middle_y = math.fsum(xs) / len(xs), math.fsum(ys) / len(ys)
+        middle_x = math.fsum(xs) / len(xs)
+        middle_y = math.fsum(ys) / len(ys)
         over = math.fsum((x - middle_x) * (y - middle_y) for x, y in zip(xs, ys, strict=True))
         return over / math.fsum((x - middle_x) ** 2 for x in xs)
 

@@ -176,11 +176,13 @@ def _sum(*parts: _Step) -> _Step:
 
 
 def _compared(name: str, one: _Step, other: _Step) -> Invariant:
-    worst, weight = relative(other.loss, one.loss), ""
+    worst = relative(other.loss, one.loss)
+    weight = ""
     whole = torch.stack([value.norm() for value in one.gradients.values()]).norm().item()
     for key, value in one.gradients.items():
         least = max(value.norm().item(), SMALLEST * whole)
         difference = (other.gradients[key] - value).norm().item() / least if least else 0.0
         if not difference <= worst:  # also of a number that is not finite
-            worst, weight = difference, readable(key)[0]
+            worst = difference
+            weight = readable(key)[0]
     return Invariant(name, worst, weight)

@@ -32,7 +32,8 @@ class _Snapshot:
     gradients: list[Slice] = field(default_factory=list)
 
     def take(self, weights: list[Slice], gradients: list[Slice]) -> None:
-        self.before, self.gradients = weights, gradients
+        self.before = weights
+        self.gradients = gradients
 
 
 def observe(

@@ -129,7 +129,8 @@ def machine_profile(cluster: str, repeats: int, name: str) -> dict[str, Any]:
     Raises:
         UserError: the machine or the profile has GPUs, or a rank failed.
     """
-    here, profile = detect(), load_profile(cluster)
+    here = detect()
+    profile = load_profile(cluster)
     if here.gpus or profile.gpus_per_node:
         raise UserError("this machine has a GPU", where="bench machine", rule="it measures processors only; the "
         "planner has coefficients for GPUs",

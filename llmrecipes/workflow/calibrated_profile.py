@@ -76,7 +76,8 @@ def _of_directory(run: RunFiles) -> MeasuredRun | str:
     """A run by its files, or why it does not count."""
     try:
         plan = read_json(run.path / PLAN, root=run.path)
-        predicted, degrees = plan.get("predicted"), plan["degrees"]
+        predicted = plan.get("predicted")
+        degrees = plan["degrees"]
         if not predicted:
             return _NOTHING
         values = last_note(run.path, MEASURED)
@@ -99,7 +100,8 @@ def _of_mlflow(experiment: str, runs_dir: Path) -> list[tuple[str, MeasuredRun |
 
 
 def _of_mlflow_run(name: str, run: Any) -> MeasuredRun | str:
-    params, metrics = run.data.params, run.data.metrics
+    params = run.data.params
+    metrics = run.data.metrics
     try:
         predicted = json.loads(run.data.tags.get("predicted", "null"))
         if not predicted:

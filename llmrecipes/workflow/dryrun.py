@@ -66,11 +66,13 @@ def dry_run(
             the dry run failed, which leaves nothing behind.
     """
     run, machine = plan_on(recipe, nproc=None, cluster=cluster, nodes=nodes)
-    plan, title = run.largest, recipe.name
+    plan = run.largest
+    title = recipe.name
     if stage is None and plan.span is not None:
         stage = plan.span.name
     if stage is not None:
-        recipe, title = stage_named(recipe, stage), f"{title} in {stage}"
+        recipe = stage_named(recipe, stage)
+        title = f"{title} in {stage}"
         plan = next(each for each in run.stages if each.span == span_of(recipe))
     ranks = _ranks(plan, rank, stages=stages)
     _check(recipe, skew)
@@ -111,7 +113,8 @@ def _run(spec: Path, recipe: Recipe) -> None:
 
 
 def _ranks(plan: Plan, rank: int | None, *, stages: bool) -> tuple[int, ...]:
-    world, number = plan.layout.world_size, plan.layout.pipeline_model_parallel_size
+    world = plan.layout.world_size
+    number = plan.layout.pipeline_model_parallel_size
     if stages:
         if rank is not None:
             raise UserError(

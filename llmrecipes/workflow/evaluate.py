@@ -189,7 +189,8 @@ def _isolated(spec: EvaluationSpec, plan: RunPlan, logs: Path) -> list[Evaluatio
         )
     folder = logs / f"eval-{new_run_id()}"
     folder.mkdir(parents=True)
-    output, path = folder / "results.json", folder / "spec.json"
+    output = folder / "results.json"
+    path = folder / "spec.json"
     path.write_text(spec.model_copy(update={"output": output.absolute()}).model_dump_json() + "\n", "utf-8")
     try:
         code = isolation.run("llmrecipes.workflow.evaluate", [str(path.absolute())])
@@ -252,7 +253,8 @@ def on_ranks(recipe: Recipe, layout: EvaluationLayout) -> Recipe:
     Raises:
         UserError: the ranks are not a multiple of the tensor-parallel size, or these do not divide its heads.
     """
-    tensor, ranks = layout.tensor, layout.ranks or layout.tensor
+    tensor = layout.tensor
+    ranks = layout.ranks or layout.tensor
     groups = recipe.model.num_query_groups or recipe.model.num_attention_heads
     if ranks % tensor:
         raise UserError(
@@ -424,7 +426,8 @@ def _tokenizer_of(spec: EvaluationSpec) -> TextTokenizer:
     """The tokenizer in the folder of a model, or that of a run whose data is elsewhere."""
     from llmrecipes.data.tokens.tokenizer import TextTokenizer, load_huggingface, open_huggingface, prefix_of
 
-    section, vocab_size = spec.recipe.data.tokenizer, spec.recipe.model.vocab_size
+    section = spec.recipe.data.tokenizer
+    vocab_size = spec.recipe.model.vocab_size
     if spec.folder is not None:
         return open_huggingface(section, vocab_size)
     backend, eod = load_huggingface(section, vocab_size)

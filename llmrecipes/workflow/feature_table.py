@@ -72,7 +72,8 @@ def speed(run: RunPlan, cluster: str | None) -> SpeedReport:
     Args:
         cluster: name or path of the profile; None: this machine.
     """
-    plan, profile = run.largest, None if cluster is None else load_profile(cluster)
+    plan = run.largest
+    profile = None if cluster is None else load_profile(cluster)
     rows = (*_elsewhere(plan, profile), *(_of(choice, plan, profile) for choice in plan.features))
     return SpeedReport(rows, explained(profile, run.cluster, run))
 
@@ -119,7 +120,8 @@ def _elsewhere(plan: Plan, profile: Profile | None) -> Iterator[FeatureRow]:
         "fuses the rest of megatron-core's own layers", "expected",
         f"train.torch_compile={_text(not recipe.train.torch_compile)}",
     )  # fmt: skip
-    chunks, fixed = plan.loss_chunk_tokens, obstacle_to_chunks(recipe) or recipe.train.z_loss_coeff
+    chunks = plan.loss_chunk_tokens
+    fixed = obstacle_to_chunks(recipe) or recipe.train.z_loss_coeff
     yield _planned(
         plan, profile, "train.loss_chunk_tokens", chunks, _why_chunks(plan),
         None if fixed else {"loss_chunk_tokens": 0 if chunks else CHUNK}, prefix="train.",

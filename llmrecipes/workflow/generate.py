@@ -60,7 +60,8 @@ def samples(run_dir: Path, data_dir: Path, request: GenerationRequest) -> Iterat
     _require_memory(plan)
     prepared = open_prepared(recipe, data_dir)
     tokenizer = prepared.tokenizer()
-    prompt, end = tokenizer.prompt(request.prompt), tokenizer.eod
+    prompt = tokenizer.prompt(request.prompt)
+    end = tokenizer.eod
     if request.chat:
         prompt_of_chat = question(prepared, request.prompt)
         prompt, end = prompt_of_chat.ids, prompt_of_chat.end

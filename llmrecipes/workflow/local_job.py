@@ -52,7 +52,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*")
     parsed = parser.parse_args(arguments)
-    code, run_dir = 1, run_of(parsed.exit_file.parent).path
+    code = 1
+    run_dir = run_of(parsed.exit_file.parent).path
     try:
         with held(run_dir, parsed.token, lambda: os.kill(os.getpid(), signal.SIGTERM), lambda: os._exit(KILLED)):
             code = run(parsed)

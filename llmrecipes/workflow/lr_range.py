@@ -177,9 +177,13 @@ def judged(name: str, low: float, high: float, points: list[tuple[float, float]]
 
 def smooth(values: list[float], constant: float) -> list[float]:
     """Exponential moving average with a time constant in steps, without the bias of its beginning."""
-    kept, mean, weight, smoothed = math.exp(-1 / constant), 0.0, 0.0, []
+    kept = math.exp(-1 / constant)
+    mean = 0.0
+    weight = 0.0
+    smoothed = []
     for value in values:
-        mean, weight = kept * mean + (1 - kept) * value, kept * weight + (1 - kept)
+        mean = kept * mean + (1 - kept) * value
+        weight = kept * weight + (1 - kept)
         smoothed.append(mean / weight)
     return smoothed
 

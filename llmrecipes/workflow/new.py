@@ -129,7 +129,8 @@ def source_of(text: str, option: str, *, chat: bool = False) -> Source:
     )
     kind, colon, path = text.partition(":")
     if not colon:
-        kind, path = SUFFIXES.get(Path(text).suffix, "text" if Path(text).is_dir() and not chat else text), text
+        kind = SUFFIXES.get(Path(text).suffix, "text" if Path(text).is_dir() and not chat else text)
+        path = text
     embedded = kind in EMBEDDED
     if kind not in types or (embedded and colon) or not path:
         suffixes = ", ".join(suffix for suffix, of_suffix in SUFFIXES.items() if of_suffix in types)

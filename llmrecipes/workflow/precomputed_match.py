@@ -70,7 +70,8 @@ def frozen_path(recipe: Recipe, runs_dir: Path) -> Path | None:
         UserError: they are not here, or are those of another model.
     """
     live = with_frozen_model(recipe)
-    key, reference = named(live), named_model(live)
+    key = named(live)
+    reference = named_model(live)
     if key is not None and reference is not None:
         path = located(reference, runs_dir, key)
         require_fit(path, live)
@@ -139,7 +140,8 @@ def require_precomputed(spec: RunSpec, log: Log) -> None:
     from llmrecipes.data.folder.prepared import open_prepared
     from llmrecipes.data.read import precomputed
 
-    key, folder = named_folder[0], Path(named_folder[1])
+    key = named_folder[0]
+    folder = Path(named_folder[1])
     where = f"{key}: {folder}"
     try:
         record, digest = precomputed.read_record(folder, where)

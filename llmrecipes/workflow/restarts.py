@@ -64,7 +64,8 @@ def newest_step(run: Run, recipe: Recipe, ranks: int) -> int:
     Args:
         ranks: that are started; local checkpoints of another number of ranks cannot be loaded, and do not count.
     """
-    step, (values, _, found) = run.newest_step(), _local(run, recipe)
+    step = run.newest_step()
+    values, _, found = _local(run, recipe)
     resumed = values["resumed"] if values and values.get("ranks") == ranks else 0
     parts = [part for part in found if part.ranks == ranks]
     return max(step, resumed, *(local for local, _ in newest_complete(parts)))

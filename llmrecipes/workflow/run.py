@@ -220,7 +220,8 @@ def require_accepted(now: Recipe, then: Recipe, step: int, *, run_dir: Path, acc
     """
     if not step or now.train.train_iters == then.train.train_iters:
         return
-    rate, order = _rate_change(now, then, step), _order_change(now, then)
+    rate = _rate_change(now, then, step)
+    order = _order_change(now, then)
     changes = [what for what, _ in (rate, order) if what]
     if not changes:
         return

@@ -82,7 +82,8 @@ def begin(arguments: argparse.Namespace, variables: Mapping[str, str]) -> tuple[
     cluster = detect().times(arguments.nodes) if profile is None else machine(profile, arguments.nodes)
     paths = Paths(arguments.runs_dir, arguments.data_dir)
     options = TrainOptions(run_id=arguments.run_id, run=RunOptions.parsed(arguments))
-    restart, job_id = int(variables.get("SLURM_RESTART_COUNT") or 0), variables.get("SLURM_JOB_ID", "")
+    restart = int(variables.get("SLURM_RESTART_COUNT") or 0)
+    job_id = variables.get("SLURM_JOB_ID", "")
 
     examined = paths.runs_dir / f".doctor-{job_id}.jsonl"  # by train.sbatch, which does not know the recipe's name
 

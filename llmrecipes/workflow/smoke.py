@@ -81,7 +81,8 @@ def smoke(recipe: Recipe, paths: Paths, nproc: int | None, log: Log) -> SmokeRes
     """
     cluster = detect()
     small = proxy(recipe, cluster.device)
-    machine, half = Machine(cluster, nproc), small.train.train_iters // 2
+    machine = Machine(cluster, nproc)
+    half = small.train.train_iters // 2
 
     def ready(run_id: str) -> PreparedStart:
         shutil.rmtree(Run.of(paths.runs_dir, small.name, run_id).path, ignore_errors=True)

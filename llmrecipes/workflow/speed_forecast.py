@@ -137,7 +137,8 @@ def checked(
 def _dry_run(candidate: Candidate, cluster: str | None, nodes: int | None, log: Log) -> LayoutDryRun:
     from llmrecipes.workflow.dryrun import dry_run
 
-    plan, stages = candidate.forecast.plan, candidate.forecast.memory
+    plan = candidate.forecast.plan
+    stages = candidate.forecast.memory
     world = plan.layout.world_size
     nodes = plan.cluster.nodes if cluster is not None and nodes is None else nodes
     taken, _ = plan_on(candidate.recipe, nproc=None, cluster=cluster, nodes=nodes)
@@ -229,7 +230,8 @@ def scaling_curve(
     from llmrecipes.plan.speed.curve import COUNTS, curve
     from llmrecipes.plan.speed.figure import draw_curve
 
-    loaded, profile = load(recipe, overrides).recipe, load_profile(cluster)
+    loaded = load(recipe, overrides).recipe
+    profile = load_profile(cluster)
     device = device_of(profile)
     plan, _ = plan_on(loaded, nproc=gpus, cluster=cluster, nodes=nodes)
     points = curve(loaded, profile, plan.world_size, COUNTS)

@@ -111,7 +111,8 @@ def plan_on_this_machine(recipe: str, overrides: list[str], nodes: int, ranks: i
     Raises:
         UserError: the recipe is wrong, or the run does not fit.
     """
-    loaded, site = load(recipe, overrides).recipe, detect()
+    loaded = load(recipe, overrides).recipe
+    site = detect()
     return Planned((recipe, *overrides), None, None, site, plan_run(loaded, site, ranks), nodes)
 
 

@@ -42,7 +42,8 @@ def with_teacher(spec: RunSpec, log: Log) -> RunSpec:
     Raises:
         UserError: there is no such teacher, or it is another model than the recipe says.
     """
-    reference, key = named_model(spec.recipe), named(spec.recipe)
+    reference = named_model(spec.recipe)
+    key = named(spec.recipe)
     if reference is None or key is None:
         return spec
     try:
@@ -129,7 +130,8 @@ def located(reference: str, runs_dir: Path, key: str = "distill.teacher") -> Pat
     """
     if (Path(reference) / "config.json").is_file():
         return Path(reference).absolute()
-    where, rule = f"{key}: {reference}", "a run, a folder with config.json, or a name on the Hub"
+    where = f"{key}: {reference}"
+    rule = "a run, a folder with config.json, or a name on the Hub"
     try:
         _, entry = find_checkpoint(reference, runs_dir)
     except UserError as no_run:
@@ -148,7 +150,8 @@ def located(reference: str, runs_dir: Path, key: str = "distill.teacher") -> Pat
 
 def require_fit(path: Path, recipe: Recipe) -> None:
     """Refuse a teacher of another shape than `distill.model` says, or a reference of another than `model`."""
-    expected, run = frozen_model(recipe), run_of_teacher(path)
+    expected = frozen_model(recipe)
+    run = run_of_teacher(path)
     if run is None:
         from llmrecipes.hf.weights import open_weights
 

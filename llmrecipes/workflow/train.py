@@ -59,7 +59,8 @@ def _train_with_those_here(recipe: Recipe, paths: Paths, options: TrainOptions, 
     """Train on the nodes that have come, of those that may come."""
     ranks = options.nproc or max(node.nodes, default_world_size(recipe, detect().times(node.nodes)))
     _require_even_nodes(ranks, node.nodes)
-    per_node, least = ranks // node.nodes, options.min_nodes or 1
+    per_node = ranks // node.nodes
+    least = options.min_nodes or 1
     allowed = elastic_nodes(recipe, node.nodes, per_node)
     counts = tuple(count for count in allowed if count >= least)
     if recipe.train.elastic is None or not counts:
@@ -124,7 +125,8 @@ def start_with_restarts(ready: PreparedStart, max_restarts: int, log: Log, recip
     Raises:
         UserError: three restarts in a row found the same checkpoint, with `ExitCode.STOP`.
     """
-    spec, job = ready.spec, f"process {os.getpid()}"
+    spec = ready.spec
+    job = f"process {os.getpid()}"
     ranks = ready.plan.world_size
     require_progress(spec.run, job, 0, newest_step(spec.run, spec.recipe, ranks), max_restarts)
     ends: list[tuple[int, int]] = []  # ranks, and the newest step then
@@ -149,7 +151,8 @@ def start_with_restarts(ready: PreparedStart, max_restarts: int, log: Log, recip
                 spec = spec.model_copy(update={"recipe": plan.recipe})
                 ready = PreparedStart.of(spec, plan, replace(machine, cluster=cluster))
                 ranks = plan.world_size
-                resized, step = f" on {ranks} ranks", newest_step(spec.run, spec.recipe, ranks)
+                resized = f" on {ranks} ranks"
+                step = newest_step(spec.run, spec.recipe, ranks)
             log(
                 f"the ranks exited with code {code}; restart {restart + 1} of {max_restarts}{resized}, from step {step}"
             )
@@ -164,7 +167,8 @@ def elastic_size(recipe: Recipe, gpus: int | None, ends: Sequence[tuple[int, int
         gpus: that this machine has now; None: the ranks are on CPUs.
         ends: ends of the starts so far: ranks, and the step of the newest checkpoint after it.
     """
-    ranks, worlds = ends[-1][0], elastic_worlds(recipe)
+    ranks = ends[-1][0]
+    worlds = elastic_worlds(recipe)
     without_progress = len(ends) > 1 and ends[-1] == ends[-2]
     most = min(ranks - without_progress, ranks if gpus is None else gpus)
     return max((allowed for allowed in worlds if allowed <= most), default=worlds[0])
@@ -181,7 +185,9 @@ def start(
         separate_process: start a process even for a single rank, which could crash this one.
         spares: spare nodes of a start that may be followed by others.
     """
-    spec, variables, ranks = ready.spec, ready.variables, ready.plan.world_size
+    spec = ready.spec
+    variables = ready.variables
+    ranks = ready.plan.world_size
     # The user's value takes precedence, and may be more or less than an even share.
     threads = int(
         os.environ.get("OMP_NUM_THREADS")

@@ -222,7 +222,8 @@ def _in_one_process(spec: VerifySpec, cluster: Cluster) -> None:
 def _compare(name: str, single: VerifySpec, spread: VerifySpec, cluster: Cluster, degrees: Scaled) -> VerifyResult:
     from llmrecipes.verify.observe import BEFORE, FINAL, GRADIENTS, TensorDifference, differences
 
-    one, layout = TrainingRecord.read(single.folder), TrainingRecord.read(spread.folder)
+    one = TrainingRecord.read(single.folder)
+    layout = TrainingRecord.read(spread.folder)
     final = differences(single.folder / FINAL, spread.folder / FINAL)
 
     def first(kind: str, compared: list[TensorDifference]) -> FirstTensor | None:

@@ -80,7 +80,8 @@ def require_sensible(hosts: tuple[str, ...], profile: Profile | None) -> None:
     Raises:
         UserError: one node, several tasks on a node, or a site without InfiniBand or RoCE.
     """
-    tasks, step = os.environ.get("SLURM_STEP_NUM_TASKS", ""), "srun --ntasks-per-node=1 llmrecipes bench fabric"
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "")
+    step = "srun --ntasks-per-node=1 llmrecipes bench fabric"
     if profile is not None and profile.inter_node.kind not in KINDS:
         what = f"{profile.name} has {profile.inter_node.kind} between nodes"
         rule = f"perftest can only measure {' and '.join(KINDS)}"
@@ -140,7 +141,8 @@ class _FirstNode:
     """The first node."""
 
     def __init__(self, meeting: FabricRendezvous) -> None:
-        self._meeting, self._hosts = meeting, meeting.hosts
+        self._meeting = meeting
+        self._hosts = meeting.hosts
         self._changed = threading.Condition()
         self._late = False
         self._members: dict[int, _Member] = {}

@@ -52,7 +52,9 @@ class FabricNode:
     """
 
     def __init__(self, profile: Profile | None, hosts: tuple[str, ...], limits: Limits) -> None:
-        self._profile, self._hosts, self._limits = profile, hosts, limits
+        self._profile = profile
+        self._hosts = hosts
+        self._limits = limits
         ports = nics.ports()
         self.findings = [finding for finding in self._look(ports) if finding.status in ("warn", "fail")]
         chosen = ports if profile is None else nics.choose(ports, profile, os.environ).ports
@@ -151,7 +153,8 @@ class FabricNode:
             if before is None or before.state != ACTIVE:
                 continue
             flaps = port.counters.get("link_downed", 0) - before.counters.get("link_downed", 0)
-            name, fix = f"adapter {port.name}", "check cable, transceiver and switch port; see ibstat and dmesg"
+            name = f"adapter {port.name}"
+            fix = "check cable, transceiver and switch port; see ibstat and dmesg"
             if port.state != ACTIVE:
                 findings.append(fail(name, f"port went {port.state} during the measurements", fix))
             elif flaps > 0:

@@ -21,7 +21,9 @@ from llmrecipes.hardware.nics import SYSTEM, Port
 
 What = Literal["latency", "bandwidth"]
 PROGRAMS: dict[What, str] = {"latency": "ib_send_lat", "bandwidth": "ib_write_bw"}
-WRITE_BYTES, SEND_BYTES, SENDS = 64 << 10, 8, 500
+WRITE_BYTES = 64 << 10
+SEND_BYTES = 8
+SENDS = 500
 SOCKETS = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 LISTENS = "0A"
 LISTEN_SECONDS = 10.0

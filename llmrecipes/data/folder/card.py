@@ -57,7 +57,8 @@ def card(manifest: DataManifest) -> str:
             _table(("set", "documents", "tokens", "bytes of text"), sets),
             "Their documents are not in the other splits.",
         ]
-    record, named = manifest.tokenizer, data["tokenizer"]["path"]
+    record = manifest.tokenizer
+    named = data["tokenizer"]["path"]
     origin = f"{_code(named)} from Hugging Face" if named else "a byte-level BPE trained on the training split"
     parts += ["## Tokenizer", f"{origin}: {record.vocab_size:,} ids, id {record.eod} ends a document{_begins(record)}."]
     return "\n\n".join(parts) + "\n"

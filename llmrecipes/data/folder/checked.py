@@ -73,7 +73,8 @@ class Ids:
 
 def describe(folder: Path, ids: Ids) -> dict[str, Content]:
     """Content of every file of a folder; each is synced to disk when this returns."""
-    files, stop = sorted(folder.iterdir()), threading.Event()
+    files = sorted(folder.iterdir())
+    stop = threading.Event()
     for file in files:
         if not file.is_symlink():  # to tokens that were there before
             sync(file)
@@ -218,7 +219,8 @@ def _read(folder: Path, files: Mapping[str, File], ids: Ids, log: Callable[[str]
     right: dict[str, CheckedFile] = {}
     first = _first_names({name: folder / name for name in sorted(files, key=lambda name: files[name].bytes)})
     once = list(dict.fromkeys(first.values()))
-    stop, progress = threading.Event(), _ReadBytes(sum(files[name].bytes for name in once), log)
+    stop = threading.Event()
+    progress = _ReadBytes(sum(files[name].bytes for name in once), log)
     with ThreadPoolExecutor(min(_THREADS, len(once))) as pool:
         try:
             for read, seen in zip(

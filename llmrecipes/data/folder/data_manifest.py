@@ -141,7 +141,8 @@ class ChatCounts(Record):
 
     def with_more(self, others: ChatCounts) -> ChatCounts:
         """The sums of these and later ones."""
-        counts, more = self.model_dump(exclude={"refusal"}), others.model_dump(exclude={"refusal"})
+        counts = self.model_dump(exclude={"refusal"})
+        more = others.model_dump(exclude={"refusal"})
         sums = {name: count + more[name] for name, count in counts.items()}
         return ChatCounts(**sums, refusal=self.refusal or others.refusal)
 
@@ -356,7 +357,8 @@ def require_listed(folder: Path, files: Mapping[str, File]) -> None:
             fix=_prepare_again(folder),
         )
     for name, listed in files.items():
-        file, size = folder / name, listed.bytes
+        file = folder / name
+        size = listed.bytes
         actual = file.stat().st_size if name in present and file.is_file() else None
         if actual != size:
             what = f"is missing, expected {size} bytes" if actual is None else f"has {actual} bytes, expected {size}"

@@ -48,7 +48,8 @@ def _in_pieces(tokens: IndexedDataset, overlap: int, size: int) -> Iterator[np.n
             joined = np.concatenate(waiting)
             cut = len(joined) - new + size
             yield joined[:cut]
-            waiting, new = [joined[max(0, cut - overlap) :]], new - size
+            waiting = [joined[max(0, cut - overlap) :]]
+            new = new - size
     if new:
         yield np.concatenate(waiting)
 

@@ -68,7 +68,8 @@ def check_near_copies(prepared: Prepared, most: int = MOST) -> NearCopies | None
     if settings is None or prepared.manifest.chat is not None:
         return None
     threshold, permutations, words = (settings[key] for key in ("threshold", "permutations", "shingle_words"))
-    tokenizer, record = prepared.tokenizer(), prepared.manifest.tokenizer
+    tokenizer = prepared.tokenizer()
+    record = prepared.manifest.tokenizer
 
     def grams(tokens: IndexedDataset, number: int) -> frozenset[str]:
         ids = restored(text_ids(tokens[number], record.eod, record.prefix or ()), record.fim)
@@ -76,12 +77,16 @@ def check_near_copies(prepared: Prepared, most: int = MOST) -> NearCopies | None
 
     held = [(tokens, number) for split in HELD_OUT for tokens, number in _documents(prepared, split)]
     held_grams = lru_cache(1024)(lambda place: grams(*held[place]))
-    index, bands = BandIndex(), bands_of(_WIDER * threshold, permutations)
+    index = BandIndex()
+    bands = bands_of(_WIDER * threshold, permutations)
     for place in range(len(held)):
         index.add(band_keys(signature(list(held_grams(place)), permutations, _SEED), *bands), place)
     total = prepared.manifest.counts("train").documents
     stride = -(-total // most)
-    highest, above, compared, worst = 0.0, 0, 0, ""
+    highest = 0.0
+    above = 0
+    compared = 0
+    worst = ""
     for order, (tokens, number) in enumerate(_documents(prepared, "train")):
         if order % stride:
             continue
@@ -94,7 +99,8 @@ def check_near_copies(prepared: Prepared, most: int = MOST) -> NearCopies | None
         similarity, place = max(pairs, default=(0.0, 0))
         above += similarity >= threshold
         if similarity > highest:
-            highest, worst = similarity, f"{_name(tokens, number)} and {_name(*held[place])}"
+            highest = similarity
+            worst = f"{_name(tokens, number)} and {_name(*held[place])}"
     if highest >= min(1.0, threshold + margin(threshold, permutations)):
         raise UserError(
             f"training and held-out text have near-copies: {worst} share {highest:.2f} of their shingles",

@@ -77,7 +77,8 @@ def random_documents(prepared: Prepared, split: Split, count: int, seed: int) ->
     if not total:
         raise UserError(f"split {split} is empty", where="--split", rule="the split must have documents")
     chosen = sorted(random.Random(seed).sample(range(total), min(count, total)))
-    tokenizer, record = prepared.tokenizer(), prepared.manifest.tokenizer
+    tokenizer = prepared.tokenizer()
+    record = prepared.manifest.tokenizer
     labels = [source.label for source in prepared.manifest.sources if source.splits[split].documents]
     first = 0
     for label, tokens in zip(labels, token_files(prepared, split), strict=True):
@@ -236,7 +237,9 @@ def stats(prepared: Prepared) -> DataStats:
 
 LANGUAGE_SAMPLE, LANGUAGE_CHARACTERS = 500, 2000
 """Documents whose language is detected, and characters of each."""
-URL_KEY, URL_ROWS, MOST_HOSTS = "url", 100_000, 20
+URL_KEY = "url"
+URL_ROWS = 100_000
+MOST_HOSTS = 20
 
 
 def languages(prepared: Prepared) -> Languages | None:
@@ -245,9 +248,13 @@ def languages(prepared: Prepared) -> Languages | None:
         return None
     from llmrecipes.data.steps.quality import classifier_of_languages
 
-    classify, tokenizer, record = classifier_of_languages(), prepared.tokenizer(), prepared.manifest.tokenizer
+    classify = classifier_of_languages()
+    tokenizer = prepared.tokenizer()
+    record = prepared.manifest.tokenizer
     total = sum(prepared.manifest.counts(split).documents for split in SPLITS)
-    stride, order, codes = max(1, total // LANGUAGE_SAMPLE), 0, Counter[str]()
+    stride = max(1, total // LANGUAGE_SAMPLE)
+    order = 0
+    codes = Counter[str]()
     for split in SPLITS:
         for file in token_files(prepared, split):
             for number in range(-order % stride, len(file), stride):

@@ -206,7 +206,8 @@ def has_scores(recipe: Recipe) -> bool:
 def max_length(recipe: Recipe) -> int:
     """Most tokens of a conversation: those of a sequence and the label of its last one; of a prompt with one of its two
     answers, half of them if both are in one sequence."""
-    chat, holds = recipe.data.chat, recipe.model.seq_length + 1
+    chat = recipe.data.chat
+    holds = recipe.model.seq_length + 1
     if chat is not None and chat.preference is not None and chat.packing:
         holds = recipe.model.seq_length // 2 + 1
     return (chat and chat.max_length) or holds
@@ -348,14 +349,16 @@ def samples_of_sources(size: int, weights: Sequence[float]) -> list[int]:
 
 def rare_sources(recipe: Recipe, prepared: Prepared) -> list[str]:
     """Sources that training may never draw, with the samples that their weight is."""
-    shares, size = train_weights(recipe, prepared), drawn_samples(recipe, "train")
+    shares = train_weights(recipe, prepared)
+    size = drawn_samples(recipe, "train")
     drawn = {n: size * shares[n] / sum(shares) for n in drawn_sources(recipe, prepared, "train")}
     return [f"{prepared.manifest.sources[n].label} ({count:.2g})" for n, count in drawn.items() if count < 1]
 
 
 def most_passes(recipe: Recipe, prepared: Prepared) -> int:
     """Passes that training begins over the source that it draws from most often."""
-    shares, usable = train_weights(recipe, prepared), drawn_sources(recipe, prepared, "train")
+    shares = train_weights(recipe, prepared)
+    usable = drawn_sources(recipe, prepared, "train")
     drawn = samples_of_sources(drawn_samples(recipe, "train"), [shares[number] for number in usable])
     tokens = [prepared.manifest.sources[number].splits["train"].tokens for number in usable]
     length = recipe.model.seq_length

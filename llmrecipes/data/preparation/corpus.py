@@ -126,7 +126,8 @@ def _cleaned(
     batches: Iterable[Batch], spec: StepSpec, executor: Executor
 ) -> Generator[list[Document | Dropped], None, None]:
     """What becomes of the texts of each batch; without steps, processes would take longer to receive them."""
-    pending, clean = iter(batches), partial(_outcomes, spec)
+    pending = iter(batches)
+    clean = partial(_outcomes, spec)
     yield from map(clean, islice(pending, _CLEANED_ALONE if spec.steps or spec.comparisons else None))
     with closing(executor.map(clean, pending)) as rest:
         yield from rest
@@ -197,7 +198,8 @@ def encode_all(batches: Iterable[Batch], spec: EncoderSpec, executor: Executor) 
     Raises:
         UserError: no worker is left.
     """
-    pending, encode = iter(batches), partial(_work, spec)
+    pending = iter(batches)
+    encode = partial(_work, spec)
     yield from map(encode, islice(pending, _ALONE))
     yield from executor.map(encode, pending)
 
@@ -205,7 +207,8 @@ def encode_all(batches: Iterable[Batch], spec: EncoderSpec, executor: Executor) 
 def _work(spec: EncoderSpec, batch: Batch) -> Worked:
     outcomes = [_scored(spec, outcome) for outcome in _outcomes(spec.steps, batch)]
     encoded = _encoded(spec, batch.source, outcomes)
-    cuts, talks = spec.steps.cuts, spec.chat is not None
+    cuts = spec.steps.cuts
+    talks = spec.chat is not None
     for place, outcome in enumerate(outcomes):  # only what is written, or cut, goes back to the process that writes
         if isinstance(outcome, Document) and not cuts and (outcome.split == "train" or talks):
             outcomes[place] = outcome.without_text()

@@ -70,7 +70,8 @@ def in_order[T, C, R](
         result: waits for the first of those that were begun.
         cancel: gives one up, when nobody wants its result any more.
     """
-    following, begun = iter(items), deque[C]()
+    following = iter(items)
+    begun = deque[C]()
     try:
         while True:
             for item in islice(following, max(0, _AHEAD * workers() + 1 - len(begun))):
@@ -118,7 +119,9 @@ class Processes:
     remote = False
 
     def __init__(self, workers: int, log: Callable[[str], None]) -> None:
-        self.workers, self._asked, self._log = workers, workers, log
+        self.workers = workers
+        self._asked = workers
+        self._log = log
         self._pool: ProcessPoolExecutor | None = None
 
     def map[T, R](self, function: Callable[[T], R], items: Iterable[T]) -> Generator[R, None, None]:

@@ -104,10 +104,12 @@ def _last(shards: Shards) -> tuple[int, int] | None:
 
 
 def find_end(shards: Shards, item: Item) -> None:
-    end, last = End(source=shards.ending or 0), _last(shards)
+    end = End(source=shards.ending or 0)
+    last = _last(shards)
     if last is not None:
         number, room = last
-        cut, compared = Item(item.folder, f"counts{_CUT}", number), 0
+        cut = Item(item.folder, f"counts{_CUT}", number)
+        compared = 0
         count_shard(shards, cut, room, _CUT)
         counts = read_item(cut)
         read = left = counts.tally.read + counts.tally.dropped[UNREADABLE]
@@ -165,7 +167,8 @@ def count_shard(shards: Shards, item: Item, room: int | None = None, suffix: str
         if room is not None and added >= room:
             break
         of_batch = output.add(worked, None if room is None else room - added, tally)
-        added, talks = added + of_batch.tokens, of_batch.talks_with(talks)
+        added = added + of_batch.tokens
+        talks = of_batch.talks_with(talks)
     for split, text in texts.items():
         Item(item.folder, f"{split}{suffix}", item.number).publish(bytes(text))
     counts = ShardCounts(
@@ -193,7 +196,8 @@ def lay_out(shards: Shards, item: Item) -> None:
     before: list[dict[Split, tuple[int, int]]] = []
     bounds: dict[str, tuple[int, int]] = {}
     texts: dict[HeldOutSplit, list[int]] = {}
-    used, room = len(shards.joined), None
+    used = len(shards.joined)
+    room = None
     if (last := _last(shards)) is not None:
         number, room = last
         used = number + 1
@@ -297,7 +301,8 @@ class _Place:
             _write_at(self.files[SCORES], np.array(self.scores, "<f4").tobytes(), self.documents * 4)
         if _ANSWERS in self.files:
             _write_at(self.files[_ANSWERS], b"".join(self.answers), self.tokens)
-        index, start = self.files[".idx"], IDX_HEADER.size
+        index = self.files[".idx"]
+        start = IDX_HEADER.size
         _write_at(index, lengths.astype("<i4").tobytes(), start + 4 * self.documents)
         start += 4 * self.every
         _write_at(index, ((ends - lengths) * self.itemsize).astype("<i8").tobytes(), start + 8 * self.documents)
@@ -305,18 +310,24 @@ class _Place:
         numbers = np.arange(self.documents + 1, self.documents + 1 + len(lengths), dtype="<i8")
         _write_at(index, numbers.tobytes(), start + 8 * (self.documents + 1))
         self.documents, self.tokens = self.documents + len(lengths), self.tokens + int(lengths.sum())
-        self.ids, self.lengths, self.digests, self.scores, self.answers = [], [], [], [], []
+        self.ids = []
+        self.lengths = []
+        self.digests = []
+        self.scores = []
+        self.answers = []
 
 
 def _write_at(file: int, content: bytes, offset: int) -> None:
     view = memoryview(content)
     while view:
         written = os.pwrite(file, view, offset)
-        view, offset = view[written:], offset + written
+        view = view[written:]
+        offset = offset + written
 
 
 def place_shard(shards: Shards, item: Item) -> None:
-    layout, source = read_layout(item.folder), shards.shards[item.number].source
+    layout = read_layout(item.folder)
+    source = shards.shards[item.number].source
     if item.number >= len(layout.before):  # behind the end
         item.publish()
         return
@@ -324,7 +335,8 @@ def place_shard(shards: Shards, item: Item) -> None:
     with ExitStack() as stack:
 
         def opened(_: int, split: Split) -> _Place:
-            name, files = stem(source, split), dict[str, int]()
+            name = stem(source, split)
+            files = dict[str, int]()
             more = (*([SCORES] if shards.spec.scored(split) else []), *([_ANSWERS] if shards.chat is not None else []))
             for suffix in (".bin", ".idx", ".sha256", *more):
                 files[suffix] = os.open(item.folder / JOINED / f"{name}{suffix}", os.O_WRONLY)
@@ -334,7 +346,8 @@ def place_shard(shards: Shards, item: Item) -> None:
             return places[split]
 
         places: dict[Split, _Place] = {}
-        room, added = layout.room if item.number + 1 == len(layout.before) else None, 0
+        room = layout.room if item.number + 1 == len(layout.before) else None
+        added = 0
         output = DocumentSink(shards.spec, judge(shards, item.number), opened, lambda split, text: None)
         for worked in shards.batches(item.number):
             if room is not None and added >= room:

@@ -152,8 +152,10 @@ class EncodingProgress:
     """Says every few seconds how far the encoding is, and stages that take longer."""
 
     def __init__(self, shards: Shards, log: Callable[[str], None]) -> None:
-        self._shards, self._log = shards, log
-        self._sizes, self._tokens = [0 for _ in shards.every], [0 for _ in shards.every]
+        self._shards = shards
+        self._log = log
+        self._sizes = [0 for _ in shards.every]
+        self._tokens = [0 for _ in shards.every]
         self._tallies = [Tally() for _ in shards.every]
         self._began = self._reported = time.monotonic()
 
@@ -176,7 +178,8 @@ class EncodingProgress:
         self._sizes[number] += reading.size
         self._tokens[number] += reading.tokens
         self._tallies[number].update(reading.tally)
-        source, share = self._shards.every[number], self._shards.spec.steps.max_unreadable
+        source = self._shards.every[number]
+        share = self._shards.spec.steps.max_unreadable
         if source.max_tokens is None:  # perhaps behind the end; `collect` knows
             require_readable(number, source, self._tallies[number], share)
         if self._due():

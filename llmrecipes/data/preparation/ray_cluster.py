@@ -40,7 +40,8 @@ class Ray:
             )
         import ray
 
-        self._ray, self._workers = ray, workers
+        self._ray = ray
+        self._workers = workers
         address = os.environ.get("RAY_ADDRESS") or "auto"
         main = threading.current_thread() is threading.main_thread()
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)} if main else {}

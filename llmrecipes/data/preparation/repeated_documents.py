@@ -112,7 +112,8 @@ def _band_ranges(shards: Shards) -> int:
 
 
 def _repeats(shards: Shards, item: Item) -> None:
-    kind, of_range = shards.kinds[item.number // shards.ranges], item.number % shards.ranges
+    kind = shards.kinds[item.number // shards.ranges]
+    of_range = item.number % shards.ranges
     keys_by_shard: list[np.ndarray] = []
     places: list[np.ndarray] = []
     for number in range(len(shards.joined)):
@@ -128,11 +129,14 @@ def _repeats(shards: Shards, item: Item) -> None:
 
 
 def _bands(shards: Shards, item: Item) -> None:
-    repeats, ranges = Compared(shards, item.number, near_too=False), _band_ranges(shards)
+    repeats = Compared(shards, item.number, near_too=False)
+    ranges = _band_ranges(shards)
     bands = NearDuplicates(**(shards.spec.steps.near or {})).bands
 
     def pieces() -> Iterator[bytes]:
-        place, places, marks = 0, list[int](), list[bytes]()
+        place = 0
+        places = list[int]()
+        marks = list[bytes]()
         for worked in shards.batches(item.number, ids=False):
             for document in (outcome for outcome in worked.outcomes if isinstance(outcome, Document)):
                 if repeats.add(document) is None:
@@ -161,7 +165,8 @@ _DECISIONS = "decisions"
 def _decided(shards: Shards, item: Item) -> None:
     seen = Seen(shards.spec.steps)
     for number in range(len(shards.joined)):
-        place, rows = 0, list[list[object]]()
+        place = 0
+        rows = list[list[object]]()
         for worked in shards.batches(number, ids=False):
             for document in (outcome for outcome in worked.outcomes if isinstance(outcome, Document)):
                 decision = seen.add(document)
@@ -181,7 +186,8 @@ class Decided:
     def __init__(self, shards: Shards, number: int) -> None:
         rows = json.loads(Item(shards.joining, _DECISIONS, number).file.read_bytes())
         self._of_place = {place: decision for place, *decision in rows}
-        self._spec, self._place = shards.spec.steps, -1
+        self._spec = shards.spec.steps
+        self._place = -1
 
     def add(self, document: Document) -> Dropped | Cut | None:
         """None if it is kept."""
@@ -244,7 +250,9 @@ def piece(places: list[int], marks: list[bytes], bands: int, ranges: int) -> byt
         ranges: ranges of keys.
     """
     words = np.frombuffer(b"".join(marks), "<u8").reshape(len(marks), -1)
-    keys, sketches, where = words[:, :bands].ravel(), words[:, bands:], np.array(places, "<u4")
+    keys = words[:, :bands].ravel()
+    sketches = words[:, bands:]
+    where = np.array(places, "<u4")
     of_range = (keys >> np.uint64(32)) * np.uint64(ranges) >> np.uint64(32)
     order = np.argsort(of_range, kind="stable")
     bounds = np.searchsorted(of_range[order], np.arange(ranges + 1, dtype=np.uint64))
@@ -348,7 +356,9 @@ class Buckets:
     """
 
     def __init__(self, count: int, most: int, words: int) -> None:
-        self._most, self._words, self._count = most, words, 0
+        self._most = most
+        self._words = words
+        self._count = 0
         # Of a bucket the first and last of its first `_FEW` representatives, and their number; of these the next one.
         self._first, self._last, self._sizes = np.full(count, -1), np.full(count, -1), np.zeros(count, np.int32)
         self._next, self._sketches = np.empty(1024, np.int64), np.empty((1024, words), np.uint64)
@@ -366,15 +376,18 @@ class Buckets:
             sketches: uint64[n, words].
         """
         similar = np.zeros(len(buckets), bool)
-        waiting, at = np.arange(len(buckets)), self._first[buckets]
+        waiting = np.arange(len(buckets))
+        at = self._first[buckets]
         while True:  # the first representatives of all buckets, then the second ones, ...
             there = at >= 0
-            waiting, at = waiting[there], at[there]
+            waiting = waiting[there]
+            at = at[there]
             if not len(waiting):
                 break
             close = different(sketches[waiting], self._sketches[at]) <= self._most
             similar[waiting[close]] = True
-            waiting, at = waiting[~close], self._next[at[~close]]
+            waiting = waiting[~close]
+            at = self._next[at[~close]]
         new = np.flatnonzero(~similar)
         while len(new):
             full = self._sizes[buckets[new]] == _FEW

@@ -49,7 +49,8 @@ def framed(header: bytes, body: bytes) -> bytes:
 def unframed(content: bytes, failure: UserError) -> tuple[bytes, bytes]:
     """Header and body of what `framed` made of them; raises the failure if they differ."""
     size = _FRAME.unpack(content[: _FRAME.size])[0] if len(content) >= _FRAME.size else 0
-    header, body = content[_FRAME.size :][:size], content[_FRAME.size :][size:]
+    header = content[_FRAME.size :][:size]
+    body = content[_FRAME.size :][size:]
     if framed(header, body) != content:
         raise failure
     return header, body
@@ -77,14 +78,16 @@ def dumped(worked: Worked) -> tuple[bytes, bytes]:
 
 
 def _loaded(source: int, header: bytes, body: bytes, *, ids: bool = True) -> Worked:
-    values, start = json.loads(header), 0
+    values = json.loads(header)
+    start = 0
 
     def cut(size: int) -> bytes:
         nonlocal start
         start += size
         return body[start - size : start]
 
-    tokens, chat = cut(values["ids"]) if ids else b"", values.get("chat")
+    tokens = cut(values["ids"]) if ids else b""
+    chat = values.get("chat")
     answers = cut(chat["answers"]) if chat else b""
     outcomes: list[Document | Dropped] = []
     for row, kinds in zip(values["outcomes"], map(tuple, values["kinds"]), strict=True):
@@ -132,7 +135,8 @@ def read(file: Path, source: int, *, ids: bool = True) -> Iterator[Worked]:
                     raise failure from error
                 continue
             content = stream.read(sum(sizes)) if sum(sizes) <= left else b""
-            header, body = content[: sizes[0]], content[sizes[0] :]
+            header = content[: sizes[0]]
+            body = content[sizes[0] :]
             if framed(header, body) != frame + content:
                 raise failure
             if not content:

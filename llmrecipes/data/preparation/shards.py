@@ -42,7 +42,10 @@ from llmrecipes.io import sync
 from llmrecipes.recipe.schema import Chat, Source
 from llmrecipes.units import GIB
 
-PLAN, _REQUIRED, _END, _CUT = "plan.json", ".required", ".end", ".cut"
+PLAN = "plan.json"
+_REQUIRED = ".required"
+_END = ".end"
+_CUT = ".cut"
 KEY_BYTES = {"digests": DIGEST_BYTES, "marks": 16}
 """Of what is compared for equality; the marks are those of `copies.Duplicates` without spans."""
 MOST_RANGES = 256
@@ -109,7 +112,9 @@ def cut(recipe_sources: tuple[Source, ...]) -> list[Shard]:
         if not sources.by_file(source):
             shards.append(Shard(source=number))
             continue
-        growing, size, files = False, 0, sources.files(source)
+        growing = False
+        size = 0
+        files = sources.files(source)
         most = file_parts.part_bytes(files)
         for place, file in enumerate(files):
             length = size_of(file)
@@ -118,7 +123,8 @@ def cut(recipe_sources: tuple[Source, ...]) -> list[Shard]:
                     shards[-1], size = shards[-1].model_copy(update={"last": place + 1}), size + length
                     continue
                 shards.append(Shard(source=number, first=place, last=place + 1, begin=part.begin, end=part.end))
-                growing, size = part.end is None, length
+                growing = part.end is None
+                size = length
     return shards
 
 
@@ -244,7 +250,9 @@ class Shards:
         ending = next((n for n in limited if n not in ends), None)
         if ending is None:
             return known
-        most, tokens, done = self._required()[ending] or 0, 0, self.published()
+        most = self._required()[ending] or 0
+        tokens = 0
+        done = self.published()
         for number, shard in enumerate(self.shards):
             if tokens >= most or shard.source > ending:
                 break
@@ -298,8 +306,10 @@ class Shards:
     def needed(self) -> list[int]:
         """Numbers of the shards to encode: those that are missing, of a source with `max_tokens` only until the ones
         before them have as many tokens, or as many as it takes so that they are kept (`require`)."""
-        done, missing = self.published(), list[int]()
-        tokens, required = [0 for _ in self.every], self._required()
+        done = self.published()
+        missing = list[int]()
+        tokens = [0 for _ in self.every]
+        required = self._required()
         for number, shard in enumerate(self.shards):
             most = required[shard.source]
             enough = most is not None and tokens[shard.source] + (done[number].tokens if number in done else 0) >= most
@@ -345,7 +355,8 @@ class Shards:
             UserError: it cannot be read.
             OSError: it cannot be written.
         """
-        part, differences = part_of(self.folder / f"{number:06d}"), Gigatoken.differences
+        part = part_of(self.folder / f"{number:06d}")
+        differences = Gigatoken.differences
         executor = executor or ThisProcess()
         try:
             encoded = self._encode(number, part, executor, report)
@@ -375,9 +386,12 @@ class Shards:
         """Encode a shard to a file. What was read, whether that was all, and what is compared of its documents by
         kind."""
         shard = self.shards[number]
-        source, limit = self.every[shard.source], self._limit(number)
+        source = self.every[shard.source]
+        limit = self._limit(number)
         skip = self.spec.steps.max_unreadable > 0
-        every, whole, keys = ShardReading(shard.source), True, [list[bytes]() for _ in self.kinds]
+        every = ShardReading(shard.source)
+        whole = True
+        keys = [list[bytes]() for _ in self.kinds]
         batches = batches_of(shard.source, sources.documents(source, self.chat, shard.parts(source), skip=skip))
         with part.open("wb") as file, closing(encode_all(batches, self.spec, executor)) as encoded:
             for worked in encoded:
@@ -438,7 +452,8 @@ class Shards:
         places, keys = unframed(
             content, damaged(file, f"the {kind} of a shard are damaged", "delete it and the .shard of the same number")
         )
-        all_keys, where = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES[kind]), np.frombuffer(places, "<i8")
+        all_keys = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES[kind])
+        where = np.frombuffer(places, "<i8")
         used = len(where) if end is None else int(np.searchsorted(where, end.compared))
         return all_keys[:used], where[:used]
 

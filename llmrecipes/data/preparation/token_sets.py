@@ -86,7 +86,8 @@ class TokenSet:
         of_lengths = IDX_HEADER.size
         of_pointers = of_lengths + 4 * self.sequences
         of_documents = of_pointers + 8 * self.sequences
-        itemsize, expected = np.dtype(self.dtype).itemsize, None
+        itemsize = np.dtype(self.dtype).itemsize
+        expected = None
         for begin in range(first, last, _DOCUMENTS):
             count = min(_DOCUMENTS, last - begin)
             borders = index.read(np.int64, count + 1, of_documents + 8 * begin)
@@ -120,7 +121,8 @@ class TokenSet:
         Raises:
             UserError: the index contradicts itself, or a file cannot be read.
         """
-        stored, itemsize = _Stored(Path(f"{self.prefix}.bin")), np.dtype(self.dtype).itemsize
+        stored = _Stored(Path(f"{self.prefix}.bin"))
+        itemsize = np.dtype(self.dtype).itemsize
         for begin, lengths in self.lengths(first, last):
             ends, number = np.cumsum(lengths), 0
             while number < len(lengths):  # as many documents as have so many tokens, at least one
@@ -147,13 +149,18 @@ def open_set(source: Source) -> TokenSet:
     try:
         with open_file(index) as stream, open_file(tokens) as ids:
             header = stream.read(IDX_HEADER.size)
-            size, stored = os.fstat(stream.fileno()).st_size, os.fstat(ids.fileno()).st_size
+            size = os.fstat(stream.fileno()).st_size
+            stored = os.fstat(ids.fileno()).st_size
     except OSError as error:
         raise UserError(f"cannot read: {error.strerror}", where=prefix, rule=_RULE, fix=fix) from error
     try:
         magic, version, code, sequences, borders = IDX_HEADER.unpack(header)
     except struct.error:
-        magic, version, code, sequences, borders = b"", 0, 0, 0, 0
+        magic = b""
+        version = 0
+        code = 0
+        sequences = 0
+        borders = 0
     if magic != IDX_MAGIC or version != 1:
         raise UserError("is not an index of megatron-core", where=str(index), rule=_RULE, fix=fix)
     if code not in IDX_DTYPES:
@@ -192,7 +199,9 @@ def check_tokenizer(number: int, source: Source, tokenizer: TextTokenizer, log: 
     documents = range(token_set.documents)
     chosen = documents[:: max(1, len(documents) // _SAMPLE)][:_SAMPLE]
     special = {token for token, added in tokenizer.backend.get_added_tokens_decoder().items() if added.special}
-    compared, different, last = 0, 0, Counter[int]()
+    compared = 0
+    different = 0
+    last = Counter[int]()
     for document in chosen:
         for start, ids in token_set.read(document, document + 1):
             _require_ids(token_set, start, ids, tokenizer.vocab_size)
@@ -230,7 +239,8 @@ class LinkedPart:
     """A split of a set whose tokens stay where they are: the split's index, and a link to the `.bin`."""
 
     def __init__(self, prefix: Path, token_set: TokenSet, stack: ExitStack) -> None:
-        self._prefix, self._dtype = prefix, token_set.dtype
+        self._prefix = prefix
+        self._dtype = token_set.dtype
         self._lengths, self._pointers = array("i"), array("q")
         self._itemsize = np.dtype(token_set.dtype).itemsize
         self._digests = stack.enter_context(prefix.with_suffix(".sha256").open("wb"))
@@ -306,8 +316,11 @@ def write_set(
     Raises:
         UserError: the set is damaged, or an id is outside the vocabulary.
     """
-    token_set, tokenizer = open_set(source), read(spec.tokenizer, spec.eod, spec.identity)
-    tally, tokens, held_out = Tally(), 0, _held_out(spec)
+    token_set = open_set(source)
+    tokenizer = read(spec.tokenizer, spec.eod, spec.identity)
+    tally = Tally()
+    tokens = 0
+    held_out = _held_out(spec)
     linked: dict[Split, LinkedPart] = {}
     copied: dict[Split, CopiedPart] = {}
     in_place = token_set.dtype == spec.dtype
@@ -331,7 +344,8 @@ def write_set(
                 tally.dropped[VALID_SOURCES] += 1
                 tally.rules[f"{VALID_SOURCES}.{held_out[identity]}"] += 1
                 continue
-            split, text = spec.steps.rule.of(identity), b""
+            split = spec.steps.rule.of(identity)
+            text = b""
             if split != "train":
                 text = tokenizer.decode(text_ids(ids, spec.eod)).encode()
             document = Document(b"", identity, split, len(text))
@@ -366,7 +380,8 @@ def documents(source: ValidSource, spec: EncoderSpec) -> Iterator[tuple[np.ndarr
     Raises:
         UserError: the set is damaged, or an id is outside the vocabulary.
     """
-    token_set, tokenizer = open_set(source), read(spec.tokenizer, spec.eod, spec.identity)
+    token_set = open_set(source)
+    tokenizer = read(spec.tokenizer, spec.eod, spec.identity)
     for start, ids in token_set.read(0, token_set.documents):
         _require_ids(token_set, start, ids, tokenizer.vocab_size)
         if not _is_empty(ids, spec.eod):

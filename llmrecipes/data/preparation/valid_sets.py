@@ -91,7 +91,9 @@ def write_sets(folder: Path, sets: tuple[ValidSource, ...], spec: EncoderSpec, s
                     break
                 builder.add_document(ids, [len(ids)])
                 digests.write(identity)
-                documents, tokens, size = documents + 1, tokens + len(ids), size + bytes_of_text
+                documents = documents + 1
+                tokens = tokens + len(ids)
+                size = size + bytes_of_text
             builder.finalize(f"{prefix}.idx")
         if tokens <= seq_length:
             raise UserError(
@@ -113,7 +115,8 @@ def _encoded(source: ValidSource, spec: EncoderSpec, encode: Encode) -> Iterator
             encoded = encode_cut(batch, cuts, fim.ids, encode, len(spec.prefix))
         else:
             encoded = encode(batch)
-        ids, start = np.frombuffer(encoded.ids, spec.dtype), 0
+        ids = np.frombuffer(encoded.ids, spec.dtype)
+        start = 0
         for text, length in zip(batch, encoded.lengths, strict=True):
             yield ids[start : start + length], digest(text), len(text)
             start += length

@@ -111,11 +111,15 @@ class DocumentSink:
     ) -> None:
         self.samples = DroppedSamples(spec.steps)
         self._parts: dict[tuple[int, Split], SplitFile] = {}
-        self._spec, self._seen, self._part, self._text = spec, seen, part, text
+        self._spec = spec
+        self._seen = seen
+        self._part = part
+        self._text = text
 
     def add(self, worked: Worked, room: int | None, tally: Tally) -> _Added:
         """Write the documents of a batch until there are `room` tokens; those behind them count as not read."""
-        encoded, added = worked.encoded, _Added()
+        encoded = worked.encoded
+        added = _Added()
         talks = encoded if isinstance(encoded, Conversations) else None
         ids = np.frombuffer(encoded.ids, self._spec.dtype)
         number = start = 0
@@ -131,9 +135,13 @@ class DocumentSink:
                 self._drop(worked.source, outcome, outcome.kinds, tally)
                 continue
             length = encoded.lengths[number]
-            place, chosen = number, slice(start, start + length)
-            number, start = number + 1, start + length
-            judged, kept, its_ids = self._seen.add(outcome), outcome, ids[chosen]
+            place = number
+            chosen = slice(start, start + length)
+            number = number + 1
+            start = start + length
+            judged = self._seen.add(outcome)
+            kept = outcome
+            its_ids = ids[chosen]
             if isinstance(judged, Dropped):
                 self._drop(worked.source, judged, outcome.kinds, tally)
                 continue

@@ -42,7 +42,8 @@ class ReaderLost(RuntimeError):
 
     def __init__(self, pid: int, exitcode: int) -> None:
         super().__init__(f"data loader process {pid} ended with exit code {exitcode}")
-        self.pid, self.exitcode = pid, exitcode
+        self.pid = pid
+        self.exitcode = exitcode
 
 
 def sample_ids(

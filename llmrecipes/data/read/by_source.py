@@ -33,7 +33,8 @@ class WithSource(Dataset[dict[str, Any]]):
     """
 
     def __init__(self, samples: Dataset[Any], numbers: Sequence[int]) -> None:
-        self._samples, self._numbers = samples, numbers
+        self._samples = samples
+        self._numbers = numbers
 
     def __len__(self) -> int:
         return len(self._samples)  # type: ignore[arg-type]
@@ -89,7 +90,8 @@ def held_out_parts(recipe: Recipe, prepared: Prepared, valid: Dataset[Any]) -> d
         prepared: its data.
         valid: the valid split of the blend, from `dataset.build`.
     """
-    names, train = source_names(recipe.data.sources), recipe.train
+    names = source_names(recipe.data.sources)
+    train = recipe.train
     most = drawn_samples(recipe, "valid")
     return {
         names[number]: HeldOutPart(of_source(valid, place, most), train.global_batch_size, train.eval_iters)

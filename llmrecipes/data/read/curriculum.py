@@ -91,7 +91,8 @@ def _order_source(source: GPTDataset, scores: np.ndarray | None, drawn: int, cur
 
     lengths: np.ndarray = source.dataset.sequence_lengths.copy()
     scores = lengths if scores is None else scores
-    config, passes = source.config, len(source.document_index) // len(lengths)
+    config = source.config
+    passes = len(source.document_index) // len(lengths)
     count = round(drawn * curriculum.share)
     tokens = count * config.sequence_length + 1  # and the label of the last one
     documents = ordered(lengths, scores, passes, tokens, config.random_seed, curriculum)
@@ -226,7 +227,8 @@ def _losses(folder: Path, record: ScoresRecord, prepared: Prepared, numbers: Seq
     losses = {}
     for number in numbers:
         source = prepared.manifest.sources[number]
-        scored, documents = by_texts.get(digests(prepared, number, "train") or ""), source.splits["train"].documents
+        scored = by_texts.get(digests(prepared, number, "train") or "")
+        documents = source.splits["train"].documents
         if scored is None or scored.documents != documents:
             other = by_label.get(source.label)
             has = "no losses" if other is None else f"losses of {other.documents:,} documents with other texts"
@@ -241,7 +243,9 @@ def _losses(folder: Path, record: ScoresRecord, prepared: Prepared, numbers: Seq
 
 
 def _intact(folder: Path, scored: ScoredSource) -> np.ndarray:
-    path, checksum, finite = folder / scored.file, hashlib.sha256(), True
+    path = folder / scored.file
+    checksum = hashlib.sha256()
+    finite = True
     try:
         with untrusted.open_file(path, root=folder) as stream:
             while block := stream.read(BLOCK):
@@ -315,7 +319,8 @@ class ScoreWriter:
 
     def __init__(self, folder: Path, prepared: Prepared, split: Split, model: str, window: int, stride: int) -> None:
         self._folder, self._part = folder, folder.with_name(f".{folder.name}.part")
-        self._prepared, self._split = prepared, split
+        self._prepared = prepared
+        self._split = split
         self._about = {"format": FORMAT, "split": split, "model": model, "window": window, "stride": stride}
         self._left = [number for number, each in enumerate(prepared.manifest.sources) if each.splits[split].documents]
         self._written: list[ScoredSource] = []
@@ -335,7 +340,8 @@ class ScoreWriter:
         """
         if not self._missing:
             self._begin()
-        loss, source = nats / max(tokens, 1), self._prepared.manifest.sources[self._number]
+        loss = nats / max(tokens, 1)
+        source = self._prepared.manifest.sources[self._number]
         if not math.isfinite(loss):
             document = source.splits[self._split].documents - self._missing
             raise UserError(

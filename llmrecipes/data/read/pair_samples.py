@@ -38,9 +38,13 @@ class PairDataset(Dataset[dict[str, torch.Tensor]]):
         self, files: list[ConversationFile], packed: list[Packed], order: np.ndarray, length: int, pad: int,
         *, packing: bool, reference: list[np.ndarray] | None = None,
     ) -> None:  # fmt: skip
-        self.packed, self.order = packed, order
-        self._files, self._length, self._pad = files, length, pad
-        self._packing, self._reference = packing, reference
+        self.packed = packed
+        self.order = order
+        self._files = files
+        self._length = length
+        self._pad = pad
+        self._packing = packing
+        self._reference = reference
 
     def in_file_order(self) -> PairDataset:
         """Every sequence once, source after source."""

@@ -29,7 +29,8 @@ class PassDataset(GPTDataset):
         if self.config.defer_npy_index_mmap:
             names: Indices = super()._build_document_sample_shuffle_indices()
             return names
-        seed, length = self.config.random_seed, self.config.sequence_length
+        seed = self.config.random_seed
+        length = self.config.sequence_length
         tokens = self._get_num_tokens_per_epoch()
         passes = self._get_num_epochs(tokens)
         borders = [0, *((turn * tokens - 1) // length for turn in range(1, passes + 1))]

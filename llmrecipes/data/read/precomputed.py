@@ -185,7 +185,8 @@ def require_intact(folder: Path, record: PrecomputedRecord, log: Any) -> None:
     Raises:
         UserError: the first that is missing or differs.
     """
-    form, logits = record.logits, dict[str, int]()
+    form = record.logits
+    logits = dict[str, int]()
     if form is not None:  # of millions of parts some
         some = range(0, form.parts, 1 + form.parts // MOST_PARTS)
         logits = {f"{LOGITS}/{form.file(part)}": form.size(part) for part in some}
@@ -216,7 +217,9 @@ class WithTeacherLogits(Dataset[dict[str, Any]]):
     """
 
     def __init__(self, samples: Dataset[dict[str, Any]], folder: Path, form: LogitsForm) -> None:
-        self._samples, self._folder, self._form = samples, folder, form
+        self._samples = samples
+        self._folder = folder
+        self._form = form
         self._files: OrderedDict[int, TokenFile] = OrderedDict()
 
     def __len__(self) -> int:

@@ -11,9 +11,13 @@ from llmrecipes.errors import UserError
 
 LeftOut = dict[str, list[str]]
 """Names of what is not read, by the reason."""
-_ENDINGS, _HIDDEN, _BROKEN = "files with other endings", "hidden", "broken links"
-_SPECIAL, _FOLDERS = "neither files nor folders", "folders"
-_AGAIN, _ABOVE = "links to what is read already", "links to a folder above the source"
+_ENDINGS = "files with other endings"
+_HIDDEN = "hidden"
+_BROKEN = "broken links"
+_SPECIAL = "neither files nor folders"
+_FOLDERS = "folders"
+_AGAIN = "links to what is read already"
+_ABOVE = "links to a folder above the source"
 
 
 def in_folder(root: Path, suffixes: tuple[str, ...]) -> tuple[list[Path], LeftOut]:
@@ -31,8 +35,10 @@ def in_folder(root: Path, suffixes: tuple[str, ...]) -> tuple[list[Path], LeftOu
     files: list[Path] = []
     left: LeftOut = defaultdict(list)
     real_root = Path(os.path.realpath(root))
-    above, read = frozenset(real_root.parents), {real_root}
-    folders, links = [(root, real_root)], list[Path]()
+    above = frozenset(real_root.parents)
+    read = {real_root}
+    folders = [(root, real_root)]
+    links = list[Path]()
     while folders or links:
         if folders:
             folder, real = folders.pop()

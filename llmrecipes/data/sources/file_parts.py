@@ -119,7 +119,9 @@ class FilePart:
         if self.end is None:
             return list(range(len(rows))), 0
         chosen: list[int] = []
-        before, first, size = 0, 0, size_of(self.file)
+        before = 0
+        first = 0
+        size = size_of(self.file)
         for group, count in enumerate(rows):
             if self.begin <= size * before // max(1, metadata.num_rows) < self.end:
                 first = first if chosen else before

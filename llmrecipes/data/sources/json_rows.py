@@ -84,13 +84,17 @@ def _elements(file: str, stream: BinaryIO) -> Iterator[tuple[str, Any]]:
 def _read_array(reader: io.TextIOWrapper, file: str) -> Iterator[tuple[str, Any]]:
     while reader.read(1) != "[":
         pass
-    decode, number = json.JSONDecoder().raw_decode, 0
-    text, at, before = "", 0, "["
+    decode = json.JSONDecoder().raw_decode
+    number = 0
+    text = ""
+    at = 0
+    before = "["
     while True:
         at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
         where = f"{file}: row {number + 1}"
         if at == len(text):
-            text, at = _more(reader, _CHUNK, where), 0
+            text = _more(reader, _CHUNK, where)
+            at = 0
             if not text:
                 raise RowError("the array has no end", where)
         elif text[at] == "]" and before != ",":

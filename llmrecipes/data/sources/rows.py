@@ -115,7 +115,8 @@ class _Text(Labelled):
 class _Conversations(Labelled):
     def __init__(self, source: Source, chat: Chat) -> None:
         super().__init__(source)
-        self._messages, self._pair = chat.messages_key, [chat.prompt_key, chat.completion_key]
+        self._messages = chat.messages_key
+        self._pair = [chat.prompt_key, chat.completion_key]
         self._filled = source.type in TABLES
 
     def columns(self, present: Sequence[str], where: str) -> list[str]:

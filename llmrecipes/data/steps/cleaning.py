@@ -96,7 +96,9 @@ def _attributes(tag: str) -> int:
 
 def _nests_deeply(root: Any) -> bool:
     """Whether elements or lists are nested beyond the limits; ends at the first that is."""
-    node, depth, lists = root, 1, 0
+    node = root
+    depth = 1
+    lists = 0
     while depth <= MOST_NESTED and lists <= MOST_LISTS:
         if (child := node.first_element_child) is not None:
             lists += node.tag in _LISTS

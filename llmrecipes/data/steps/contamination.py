@@ -67,7 +67,8 @@ def _texts(file: Path) -> Iterator[str]:
 
 
 def _rows(file: Path) -> Iterator[str]:
-    where, unpack = str(file), decompressor(file.name)
+    where = str(file)
+    unpack = decompressor(file.name)
     errors: tuple[type[Exception], ...] = (OSError, *damages())
     try:
         with file.open("rb") as raw, raw if unpack is None else unpack(raw, mode="rb") as stream:

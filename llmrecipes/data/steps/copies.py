@@ -34,8 +34,10 @@ class Duplicates:
         min_words: int = 50,
     ) -> None:
         self._seen: set[bytes] = set()
-        self._span, self._most = span_sentences, max_repeated_spans
-        self._cuts, self._min_words = cut_spans, min_words
+        self._span = span_sentences
+        self._most = max_repeated_spans
+        self._cuts = cut_spans
+        self._min_words = min_words
 
     def mark(self, text: str) -> bytes:
         """The hash of the normalized text: 16 bytes; then 8 bytes of each span."""
@@ -64,7 +66,8 @@ class Duplicates:
         """What is left of a document that was added, and the pieces that are cut out of it; what is left is empty if it
         has fewer than `min_words` words and something was cut."""
         _, spans = _whole_and_spans(mark)
-        repeated, new = set[int](), set[bytes]()
+        repeated = set[int]()
+        new = set[bytes]()
         for first, span in enumerate(spans):
             if span in self._seen or span in new:
                 repeated.update(range(first, first + (self._span or 0)))
@@ -195,11 +198,13 @@ class NearDuplicates:
     """
 
     def __init__(self, threshold: float, permutations: int, shingle_words: int) -> None:
-        self._permutations, self._shingle_words = permutations, shingle_words
+        self._permutations = permutations
+        self._shingle_words = shingle_words
         self.bands, self._rows = bands_of(threshold, permutations)
         self.most_different = most_different(threshold, permutations)
         self.words = -(-permutations // _IN_WORD)
-        self._index, self._count = BandIndex(), 0
+        self._index = BandIndex()
+        self._count = 0
         self._sketches = np.empty((1024, self.words), np.uint64)
 
     @property
@@ -261,8 +266,10 @@ class BandIndex:
     def find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Each key with each document that has it: places in `keys`, and numbers of documents."""
         mask = len(self._table) - 1
-        slots, asked = self._home(keys), np.arange(len(keys))
-        places, numbers = [asked[:0]], [self._numbers[:0]]
+        slots = self._home(keys)
+        asked = np.arange(len(keys))
+        places = [asked[:0]]
+        numbers = [self._numbers[:0]]
         while len(slots):  # several slots of each key at once: behind a free one there is none with the key
             several = (slots[:, None] + _SLOTS) & mask
             stored = self._table[several]
@@ -273,7 +280,8 @@ class BandIndex:
             go_on = (stored != 0).all(axis=1)
             if not go_on.any():
                 break
-            slots, asked = several[go_on, -1] + 1, asked[go_on]
+            slots = several[go_on, -1] + 1
+            asked = asked[go_on]
         return np.concatenate(places), np.concatenate(numbers)
 
     def add(self, keys: np.ndarray, number: int) -> None:
@@ -293,16 +301,20 @@ class BandIndex:
 
     def _insert(self, keys: np.ndarray, numbers: np.ndarray) -> None:
         """Each round, one of the keys that meet at a free place takes it; the others go on to the next."""
-        mask, places = len(self._table) - 1, self._home(keys)
+        mask = len(self._table) - 1
+        places = self._home(keys)
         while len(places):
             free = self._table[places] == 0
             self._table[places[free]], self._numbers[places[free]] = keys[free], numbers[free]
             waiting = (self._table[places] != keys) | (self._numbers[places] != numbers)
-            places, keys, numbers = (places[waiting] + 1) & mask, keys[waiting], numbers[waiting]
+            places = (places[waiting] + 1) & mask
+            keys = keys[waiting]
+            numbers = numbers[waiting]
 
     def _double(self) -> None:
         used = self._table != 0
-        keys, numbers = self._table[used], self._numbers[used]
+        keys = self._table[used]
+        numbers = self._numbers[used]
         size = 2 * len(self._table)
         self._table, self._numbers = np.zeros(size, np.uint64), np.zeros(size, np.uint32)
         self._insert(keys, numbers)

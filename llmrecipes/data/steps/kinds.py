@@ -74,7 +74,7 @@ class Kinds:
             count = rules.total()
             if 2 * count <= self.read[kind] or (kind and (step in of_all or count < _FEWEST)):
                 continue
-            (rule, most) = rules.most_common(1)[0]
+            rule, most = rules.most_common(1)[0]
             what = f" in {kind}" if kind else ""
             by_rule = f" ({most:,} by its rule {rule})" if rule else ""
             example = self.examples[f"{kind}/{step}"]

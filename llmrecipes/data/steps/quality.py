@@ -132,7 +132,9 @@ class _Languages:
     """A `Step` that has the language of the latest document that it kept."""
 
     def __init__(self, languages: list[str], min_probability: float) -> None:
-        self._identifier, self._least, self.language = _identifier(), min_probability, ""
+        self._identifier = _identifier()
+        self._least = min_probability
+        self.language = ""
         self._wanted = {member: code for code in languages for member in _MEMBERS.get(code, ())}
         self._wanted |= {code: code for code in languages}
 
@@ -359,7 +361,8 @@ def classifier(model: str, labels: list[str], min_probability: float) -> Step:
 def _fasttext(model: str) -> Any:
     import fasttext  # type: ignore[import-untyped]
 
-    rule, fix = "model must be a supervised fastText model, .bin or .ftz", "use a complete file written by fastText"
+    rule = "model must be a supervised fastText model, .bin or .ftz"
+    fix = "use a complete file written by fastText"
     try:
         loaded = fasttext.load_model(str(Path(model).expanduser()))
         labels = len(loaded.predict("", k=-1)[0])

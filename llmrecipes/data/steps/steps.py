@@ -222,7 +222,8 @@ def require_usable(data: Data) -> None:
 
 def _made(steps: tuple[tuple[str, str, str], ...]) -> Iterator[tuple[str, Any]]:
     for name, target, value in steps:
-        make, settings = resolve(target), json.loads(value)
+        make = resolve(target)
+        settings = json.loads(value)
         yield name, make(**settings) if isinstance(settings, dict) else make(settings)
 
 
@@ -272,7 +273,8 @@ def pipeline(spec: StepSpec) -> Callable[[str | None], Document | Dropped]:
             result = step(texts)
             if result != texts and isinstance(result, list):
                 changed.append(name)
-                texts, data = result, result[0].encode()
+                texts = result
+                data = result[0].encode()
         return Document(data, identity, split, len(data), tuple(changed), marks, excerpt, kinds=kinds)
 
     return run
@@ -342,7 +344,8 @@ def left_of(document: Document, text: str, step: str, rule: SplitRule) -> Docume
 
 def length(min_characters: int | None, max_characters: int | None) -> Step:
     """Drop documents with less or more text, of a conversation that of all its messages."""
-    least, most = min_characters or 0, max_characters
+    least = min_characters or 0
+    most = max_characters
 
     def step(texts: list[str]) -> list[str] | str:
         size = sum(map(len, texts))

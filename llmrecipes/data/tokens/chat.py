@@ -28,7 +28,11 @@ _WHOLE = 1 << 20
 Messages = list[dict[str, Any]]
 Tools = Sequence[Any]
 
-REJECTED, FORGED, UNANSWERED, LONG, CUT = "rejected", "special_tokens", "unanswered", "too_long", "cut"
+REJECTED = "rejected"
+FORGED = "special_tokens"
+UNANSWERED = "unanswered"
+LONG = "too_long"
+CUT = "cut"
 
 
 @dataclass(frozen=True)
@@ -181,7 +185,8 @@ class Template:
         inserted, _ = render(self, [*messages, question], tools=tools)
         without, _ = render(self, [*messages[:-1], question], tools=tools)
         prompted, _ = render(self, [*messages, question], tools=tools, add_generation_prompt=True)
-        header, size = prompted.removeprefix(inserted), len(inserted) - len(without)
+        header = prompted.removeprefix(inserted)
+        size = len(inserted) - len(without)
         # The inserted part may begin anywhere from `least` to `most`: what is around it may begin or end as it does.
         most = common(inserted, without)
         least = len(without) - common(inserted[::-1], without[::-1])

@@ -105,7 +105,8 @@ def gigatoken(tokenizer_json: str) -> Gigatoken | str:
 
 def encoded_by(tokenizer_json: str) -> str:
     """What encodes with a Hugging Face tokenizer, as a line."""
-    fast, library = gigatoken(tokenizer_json), f"tokenizers {tokenizers.__version__}"
+    fast = gigatoken(tokenizer_json)
+    library = f"tokenizers {tokenizers.__version__}"
     if isinstance(fast, str):
         return f"encoded by {library}, not by {PACKAGE}: {fast}"
     return f"encoded by {PACKAGE} {version(PACKAGE)}, and one document in {CHECKED:,} by {library} too"
@@ -138,8 +139,10 @@ class _Table(dict[str, bytes]):
 
 
 def _by_word(tokenizer: tokenizers.Tokenizer, eod: int, dtype: str) -> Encode:
-    table, find = _Table(tokenizer, dtype), re.compile(WORDS).findall
-    end, itemsize = np.array([eod], dtype).tobytes(), np.dtype(dtype).itemsize
+    table = _Table(tokenizer, dtype)
+    find = re.compile(WORDS).findall
+    end = np.array([eod], dtype).tobytes()
+    itemsize = np.dtype(dtype).itemsize
 
     def encode(documents: list[bytes]) -> Encoded:
         parts = []

@@ -66,7 +66,8 @@ class Gigatoken:
         config = json.loads(tokenizer_json)
         if refusal := _refusal(config):
             raise UnsupportedTokenizer(refusal)
-        self._json, self._reference = tokenizer_json, reference
+        self._json = tokenizer_json
+        self._reference = reference
         self._normalizes = config["normalizer"] is not None
         names = _names(config["added_tokens"])
         self._starts = sorted({name.encode()[:2] for name in names})
@@ -159,7 +160,9 @@ class Gigatoken:
 
 def _refusal(config: dict[str, Any]) -> str:
     """Which setting of a `tokenizer.json` gigatoken does not have, or has without asking; empty if there is none."""
-    model, before, normalizer = config["model"], config["pre_tokenizer"] or {"type": "none"}, config["normalizer"]
+    model = config["model"]
+    before = config["pre_tokenizer"] or {"type": "none"}
+    normalizer = config["normalizer"]
     if model["type"] != "BPE" or model.get("byte_fallback"):
         return f"the model is {'a BPE of characters' if model['type'] == 'BPE' else model['type']}"
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):

@@ -155,7 +155,8 @@ def encode_cut(
             continue
         pieces_of_text = next(rows), next(rows), next(rows)
         body = [piece[prefix:-1] for piece in pieces_of_text]
-        beginning, end = pieces_of_text[0][:prefix], pieces_of_text[0][-1:]
+        beginning = pieces_of_text[0][:prefix]
+        end = pieces_of_text[0][-1:]
         if where.spm:
             parts = (special["prefix"], special["suffix"], body[2], special["middle"], body[0], body[1])
         else:

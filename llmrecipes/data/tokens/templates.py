@@ -174,22 +174,26 @@ def of_recipe(recipe: Recipe) -> Template:
     """
     from llmrecipes.data.tokens import tokenizer
 
-    section, chat = recipe.data.tokenizer, recipe.data.chat
+    section = recipe.data.tokenizer
+    chat = recipe.data.chat
     if chat is None:
         raise ValueError(f"recipe {recipe.name} has no data.chat")
     source: str | None
     if section.type == "bpe":
         marked = TEMPLATES[chat.template or "chatml"]
-        source, special = marked.source, {"eos_token": marked.special[-1]}
+        source = marked.source
+        special = {"eos_token": marked.special[-1]}
         origin = BUILT_IN if chat.template is None else f"built in ({chat.template})"
     else:
         source, special = tokenizer.huggingface_template(section)
         origin = f"tokenizer {section.path}"
         if chat.template is not None:
             _require_special(section, chat.template)
-            source, origin = TEMPLATES[chat.template].source, f"built in ({chat.template})"
+            source = TEMPLATES[chat.template].source
+            origin = f"built in ({chat.template})"
     if chat.chat_template is not None:
-        source, origin = read(Path(chat.chat_template)), chat.chat_template
+        source = read(Path(chat.chat_template))
+        origin = chat.chat_template
     if source is None:
         raise UserError(
             f"tokenizer {section.path!r} has no chat template",

@@ -242,7 +242,8 @@ def prefix_of(section: Section, backend: tokenizers.Tokenizer, eod: int) -> tupl
 
 def added_ids(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Ids that a tokenizer's post-processor puts before and behind every text."""
-    both, text = backend.encode("a"), backend.encode("a", add_special_tokens=False).ids
+    both = backend.encode("a")
+    text = backend.encode("a", add_special_tokens=False).ids
     before = next((n for n, special in enumerate(both.special_tokens_mask) if not special), len(both.ids))
     return tuple(both.ids[:before]), tuple(both.ids[before + len(text) :])
 

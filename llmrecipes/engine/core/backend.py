@@ -48,7 +48,8 @@ class CoreBackend:
         return world.connect(platform)
 
     def lay_out(self, recipe: Recipe) -> AbstractContextManager[World]:
-        seed, only_rank = recipe.train.seed, world.is_alone()
+        seed = recipe.train.seed
+        only_rank = world.is_alone()
         return world.model_parallel(seed, recipe.parallelism, recipe.speed, after_errors=only_rank)
 
     @contextmanager
@@ -111,7 +112,9 @@ class TextGPT:
     """Implements `engine.base.TextModel`."""
 
     def __init__(self, built: BuiltModel, plan: Plan, platform: Platform) -> None:
-        self._built, self._plan, self._platform = built, plan, platform
+        self._built = built
+        self._plan = plan
+        self._platform = platform
 
     def scorer(self) -> GPTScorer:
         return GPTScorer(self._built.modules, self._plan, self._platform)

@@ -94,7 +94,8 @@ def _see_heads(importance: Importance, number: int, groups: int, _layer: Any, in
 
 
 def _see_router(importance: Importance, number: int, _router: Any, _inputs: Any, output: Any) -> None:
-    probabilities, chosen = output[0], output[1]
+    probabilities = output[0]
+    chosen = output[1]
     _add(importance.experts, number, (probabilities * chosen).float().reshape(-1, chosen.size(-1)).sum(0))
 
 

@@ -59,6 +59,7 @@ def main_parameters(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tenso
     if not isinstance(part, Float16OptimizerWithFloat16Params):
         yield from ((parameter, parameter) for parameter in part.get_parameters())
         return
-    halves, wholes = chain(*part.float16_groups), chain(*part.fp32_from_float16_groups)
+    halves = chain(*part.float16_groups)
+    wholes = chain(*part.fp32_from_float16_groups)
     yield from zip(halves, wholes, strict=True)
     yield from ((parameter, parameter) for parameter in chain(*part.fp32_from_fp32_groups))

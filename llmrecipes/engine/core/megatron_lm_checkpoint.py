@@ -352,7 +352,8 @@ class SavedWeights:
         # Rows that pad the vocabulary are not in the checkpoint, or are others.
         values = torch.zeros(box, dtype=stored.dtype)
         for start, size, where in zip(parts.offsets, parts.sizes, parts.places.tolist(), strict=True):
-            first, last = np.maximum(start, low), np.minimum(start + size, low + np.asarray(box))
+            first = np.maximum(start, low)
+            last = np.minimum(start + size, low + np.asarray(box))
             part = self._part(stored, tuple(where), tuple(size.tolist()))
             values[as_index(first - low, last - low)] = part[as_index(first - start, last - start)]
         return values.view(shape)

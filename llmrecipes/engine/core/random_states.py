@@ -92,10 +92,8 @@ def _degrees(layout: dict[str, int]) -> str:
 def _byte_tensor(key: str, state: torch.Tensor) -> ShardedTensor:
     # Stages and tensor-parallel ranks draw different numbers; those of one data-parallel group draw the same, so one of
     # them writes.
-    stages, ranks = (
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
     return ShardedTensor.from_rank_offsets(
         key,
         state,

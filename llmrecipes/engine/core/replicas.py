@@ -56,7 +56,8 @@ def first_difference(named: Iterable[tuple[str, torch.Tensor]], device: torch.de
 
 def fixed_tokens(recipe: Recipe) -> Batch:
     """A micro-batch that is the same on every rank, of tokens drawn uniformly."""
-    size, length = recipe.train.micro_batch_size, recipe.model.seq_length
+    size = recipe.train.micro_batch_size
+    length = recipe.model.seq_length
     drawn = torch.Generator().manual_seed(0)
     ids = torch.randint(recipe.model.vocab_size, (size, length + 1), generator=drawn)
     positions = torch.arange(length).expand(size, length).contiguous()

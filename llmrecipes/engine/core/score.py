@@ -38,7 +38,8 @@ class GPTScorer:
     """
 
     def __init__(self, modules: Sequence[RecipeModel], plan: Plan, platform: Platform) -> None:
-        self._modules, self._device = list(modules), platform.device
+        self._modules = list(modules)
+        self._device = platform.device
         self._recipe = plan.recipe
         self._rows = plan.recipe.model.vocab_size
         self.positions = plan.shape.max_position_embeddings
@@ -46,12 +47,15 @@ class GPTScorer:
 
     @torch.no_grad()
     def score(self, tokens: torch.Tensor) -> Scores:
-        rows, length = tokens.size(0), tokens.size(1) - 1
+        rows = tokens.size(0)
+        length = tokens.size(1) - 1
         if not 0 < length <= self.positions:
             raise ValueError(f"{length + 1} tokens in a row: 2 to {self.positions + 1} can be scored")
         parallel = self._recipe.parallelism
-        replicas, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-        parts, number = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+        replicas = parallel_state.get_data_parallel_world_size()
+        replica = parallel_state.get_data_parallel_rank()
+        parts = parallel_state.get_context_parallel_world_size()
+        number = parallel_state.get_context_parallel_rank()
         # The interleaved schedule needs a multiple of its stages, and the plain one would leave them idle.
         passes = parallel.pipeline_model_parallel_size
         size = -(-rows // (replicas * passes))
@@ -99,7 +103,8 @@ class GPTScorer:
                 )
             self._by_scores(texts, ended)
             return [text.new for text in texts]
-        replicas, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+        replicas = parallel_state.get_data_parallel_world_size()
+        replica = parallel_state.get_data_parallel_rank()
         local_texts = texts[replica::replicas]
         if local_texts:
             with evaluating(self._modules):
@@ -144,7 +149,8 @@ class GPTScorer:
         context = StaticInferenceContext(
             max_batch_size=len(texts), max_sequence_length=max(text.end for text in texts)
         )  # fmt: skip
-        done, at = 0, min(len(text.prompt) for text in texts)
+        done = 0
+        at = min(len(text.prompt) for text in texts)
         while any(not text.done for text in texts):
             rows = torch.zeros(len(texts), at - done, dtype=torch.long)
             for row, text in zip(rows, texts, strict=True):
@@ -223,7 +229,9 @@ class _Continuation:
     """A text while it is continued, to `end` tokens at most."""
 
     def __init__(self, prompt: list[int], end: int, random: torch.Generator) -> None:
-        self.prompt, self.end, self.random = prompt, end, random
+        self.prompt = prompt
+        self.end = end
+        self.random = random
         self.all = list(prompt)
         self.new: list[int] = []
         self.done = len(prompt) >= end

@@ -18,7 +18,8 @@ def likeliest(logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
         logits: [..., padded vocabulary / tensor-parallel size].
         vocabulary: tokens without padding, which is left out.
     """
-    rows, size = logits.size(-1), parallel_state.get_tensor_model_parallel_world_size()
+    rows = logits.size(-1)
+    size = parallel_state.get_tensor_model_parallel_world_size()
     first = parallel_state.get_tensor_model_parallel_rank() * rows
     known = min(rows, vocabulary - first)
     if known > 0:
@@ -57,7 +58,8 @@ class TokenAccuracy:
 
     def take(self) -> float | None:
         """Stop counting. The share of right tokens since `start`, the same on all ranks; None: there were none."""
-        counted, self.counting = self.counting and self._tokens > 0, False
+        counted = self.counting and self._tokens > 0
+        self.counting = False
         return self._right / self._tokens if counted else None
 
     @torch.no_grad()

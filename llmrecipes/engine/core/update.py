@@ -226,7 +226,8 @@ class Schedule(OptimizerParamScheduler):
     """
 
     def __init__(self, optimizer: Any, *, warmup_style: str, power: float, **options: Any) -> None:
-        self._warmup_style, self._power = warmup_style, power
+        self._warmup_style = warmup_style
+        self._power = power
         super().__init__(optimizer, **options)
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
@@ -254,7 +255,8 @@ def scheduler(recipe: Recipe, optimizer: Any) -> Schedule:
         recipe: defines the curve.
         optimizer: its parameter groups are updated.
     """
-    schedule, decay = recipe.scheduler, decay_iters(recipe)
+    schedule = recipe.scheduler
+    decay = decay_iters(recipe)
     length = _length(recipe)
     wsd = schedule.lr_wsd_decay_iters
     return Schedule(
@@ -281,7 +283,8 @@ def scheduler(recipe: Recipe, optimizer: Any) -> Schedule:
 
 def _length(recipe: Recipe) -> Callable[[int], int]:
     """What the scheduler counts of the first steps of its schedule: these steps, or their samples."""
-    batches, span = batch_schedule(recipe), span_of(recipe)
+    batches = batch_schedule(recipe)
+    span = span_of(recipe)
     if batches.is_constant:
         return lambda steps: steps
     return batches.since(0 if span is None else span.schedule[0]).samples
@@ -317,7 +320,8 @@ def sum_over_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The loss of a micro-batch, its tokens, and both as they are reported, [2]; of losses [b, s]."""
     mask = batch["loss_mask"]
-    total, tokens = (losses.float() * mask).sum(), mask.sum()
+    total = (losses.float() * mask).sum()
+    tokens = mask.sum()
     return total, tokens.to(torch.int), torch.stack([total.detach().double(), tokens.double()])
 
 

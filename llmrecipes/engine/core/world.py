@@ -104,7 +104,8 @@ def model_parallel(
     Raises:
         UserError: the file `speed.nccl_communicator_config_path` cannot be used.
     """
-    settings, groups = speed.nccl_communicator_config_path, speed.high_priority_stream_groups
+    settings = speed.nccl_communicator_config_path
+    groups = speed.high_priority_stream_groups
     if settings is not None:
         require_communicators(Path(settings))
     hierarchy = speed.hierarchical_context_parallel_sizes

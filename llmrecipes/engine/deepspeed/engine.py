@@ -73,7 +73,9 @@ class DeepSpeedEngine:
 
         self._resources = resources
 
-        self.recipe, self.plan, self.platform = plan.recipe, plan, platform
+        self.recipe = plan.recipe
+        self.plan = plan
+        self.platform = platform
         self._mask = masks(plan.recipe, platform.device)
         self.modules = built.modules
         self._config, self._masks = built.config, built.masks

@@ -125,5 +125,6 @@ def _load_scaler(engine: DeepSpeedEngine, loaded: dict[str, Any] | None) -> None
         return
     scaler = engine.optimizer.loss_scaler
     scaler.cur_scale = float(loaded["scale"])
-    scaler.cur_iter, scaler.last_overflow_iter = loaded["growth_tracker"], -1
+    scaler.cur_iter = loaded["growth_tracker"]
+    scaler.last_overflow_iter = -1
     scaler.cur_hysteresis = max(1, loaded["hysteresis_tracker"])

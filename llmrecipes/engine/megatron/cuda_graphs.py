@@ -35,7 +35,8 @@ class RecordedLayers:
 
     def __init__(self, plan: Plan, chunks: Sequence[DistributedDataParallel], optimizer: Any) -> None:
         _require_fixed_buffers()
-        recipe, config = plan.recipe, chunks[0].config
+        recipe = plan.recipe
+        config = chunks[0].config
         # What megatron-core asks for the number of micro-batches, for which Megatron-LM's loop has a global variable.
         reconfigure_num_microbatches_calculator(
             dist.get_rank(),

@@ -70,7 +70,9 @@ class MegatronEngine:
     first_steps = 0
 
     def __init__(self, plan: Plan, built: BuiltModel, platform: Platform) -> None:
-        self.recipe, self.plan, self.platform = plan.recipe, plan, platform
+        self.recipe = plan.recipe
+        self.plan = plan
+        self.platform = platform
         recipe = plan.recipe
         self.modules: tuple[RecipeModel, ...] = built.modules
         self.implementation = Implementation(built.implementation, built.reason)
@@ -89,9 +91,11 @@ class MegatronEngine:
         self.optimizer: MegatronOptimizer = create_optimizer(recipe, self.modules, self.chunks)
         self.scheduler = scheduler(recipe, self.optimizer)
         self.updates = 0  # so far; a rank may have no parameter that counts them
-        self.local_loss, self._micro_batches = 0.0, plan.num_microbatches
+        self.local_loss = 0.0
+        self._micro_batches = plan.num_microbatches
         config = built.config
-        config.grad_scale_func, config.finalize_model_grads_func = self.optimizer.scale_loss, update.finalize
+        config.grad_scale_func = self.optimizer.scale_loss
+        config.finalize_model_grads_func = update.finalize
         self._local_sums: list[torch.Tensor] = []
         self._reruns = recipe.faults.rerun_mode != "disabled"
         if self._reruns:
@@ -123,7 +127,8 @@ class MegatronEngine:
         renew_rounded(self.modules, self.steps)
         self.steps += 1
         self._micro_batches = num_microbatches or self.plan.num_microbatches
-        before, used = RerunState(self.modules, self.optimizer), list[Batch]()
+        before = RerunState(self.modules, self.optimizer)
+        used = list[Batch]()
         result = self._attempt(kept(batches, used), stop, accept)
         if not is_update(result):
             before.restore_expert_bias()
@@ -165,8 +170,12 @@ class MegatronEngine:
         square = update.squared_norm(self.optimizer, self.platform.device)
         more = [update.total(self._local_sums, self.platform.device), *([] if scale is None else [scale])]
         agreed = self._agree(outputs, stop, square, more)
-        loss, norm, stopping, (local, *scales) = agreed.loss, agreed.norm, agreed.stopping, agreed.more
-        lr, scale_then = self.learning_rate, scales[0] if scales else None
+        loss = agreed.loss
+        norm = agreed.norm
+        stopping = agreed.stopping
+        (local, *scales) = agreed.more
+        lr = self.learning_rate
+        scale_then = scales[0] if scales else None
         if overflow:
             return StepResult(loss, None, lr, scale_then, True, stopping)
         if not is_finite(loss, norm):
@@ -393,7 +402,8 @@ class MegatronEngine:
         norm = totals.new_full((1,), math.nan) if square is None else square.sqrt().reshape(1)
         read = torch.cat([own, totals, norm, *(each.reshape(1) for each in more), *local.values()]).tolist()
         own_loss, own_counted, loss, counted = read[:4]
-        sums, (stops, the_norm, *others) = read[4 : 4 + self.parts.size], read[4 + self.parts.size :]
+        sums = read[4 : 4 + self.parts.size]
+        (stops, the_norm, *others) = read[4 + self.parts.size :]
         self.local_loss = own_loss / max(own_counted, 1.0)
         agreed = Agreed(loss / max(counted, 1.0), counted, stops > 0, the_norm, tuple(others[: len(more)]))
         self.parts.read([*sums, *others[len(more) :]], local, agreed)

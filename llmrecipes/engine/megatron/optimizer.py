@@ -75,7 +75,8 @@ def keys_of_kind(optimizer: Optimizer) -> dict[str, Any]:
 
 def _several_types(recipe: Recipe) -> dict[str, Any]:
     """Types of gradients and moments, where they are not all fp32."""
-    optimizer, reduced = recipe.optimizer, recipe.parallelism.grad_reduce_in_fp32
+    optimizer = recipe.optimizer
+    reduced = recipe.parallelism.grad_reduce_in_fp32
     if not optimizer.use_precision_aware_optimizer:
         return {}
     return {

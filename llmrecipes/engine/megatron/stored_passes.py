@@ -50,7 +50,8 @@ class ReferenceLogProbs(Precomputed):
 
     def _sums(self, losses: torch.Tensor, batch: Batch) -> torch.Tensor:
         answers = find_answers(batch["position_ids"], batch["loss_mask"])
-        parts, number = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+        parts = parallel_state.get_context_parallel_world_size()
+        number = parallel_state.get_context_parallel_rank()
         local = own_chunks({"answers": answers.of_token, "mask": batch["loss_mask"]}, parts, number)
         device = losses.device
         gained = -losses.double().flatten() * local["mask"].double().flatten().to(device)
@@ -69,7 +70,8 @@ class TeacherLogits(Precomputed):
 
     def __init__(self, plan: Plan, platform: Platform, top_k: int) -> None:
         super().__init__(plan, platform, ("tokens", "position_ids"))
-        self._top_k, self._vocabulary = top_k, plan.recipe.model.vocab_size
+        self._top_k = top_k
+        self._vocabulary = plan.recipe.model.vocab_size
 
     def values(self, batches: Sequence[Batch]) -> list[tuple[torch.Tensor, ...]]:
         """Ids, int32, and logits of each micro-batch, [b, s, top_k], in host memory; nothing where `writes` is not."""
@@ -79,12 +81,14 @@ class TeacherLogits(Precomputed):
 
     def kept_of(self, result: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Of logits [b, s / context-parallel size, padded vocabulary / tensor-parallel size]: few are kept at once."""
-        rows, count = result.size(-1), self._top_k
+        rows = result.size(-1)
+        count = self._top_k
         first = parallel_state.get_tensor_model_parallel_rank() * rows
         token_rows = max(0, min(rows, self._vocabulary - first))
         values, ids = result[..., :token_rows].topk(min(count, token_rows))
         missing = (0, count - ids.size(-1))
-        values, ids = F.pad(values, missing, value=-torch.inf), F.pad(ids + first, missing)
+        values = F.pad(values, missing, value=-torch.inf)
+        ids = F.pad(ids + first, missing)
         if parallel_state.get_tensor_model_parallel_world_size() > 1:
             group = parallel_state.get_tensor_model_parallel_group()
             values, ids = (_gathered(tensor, group).movedim(0, -2).flatten(-2) for tensor in (values, ids))

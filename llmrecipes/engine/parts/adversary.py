@@ -39,7 +39,9 @@ class Adversary(Part):
         section = step.plan.recipe.train.adversarial
         if section is None:
             raise ValueError("the recipe has no train.adversarial")
-        self._section, self._plan, self._chunks = section, step.plan, step.chunks
+        self._section = section
+        self._plan = step.plan
+        self._chunks = step.chunks
         self._config = get_model_config(step.chunks[0])
         self._moves: dict[int, torch.Tensor] = {}
         self._gradients: dict[int, torch.Tensor] = {}
@@ -60,14 +62,16 @@ class Adversary(Part):
             number: of them in this step.
             run: passes micro-batches through the pipeline.
         """
-        of_step, last = list(islice(batches, number)), self._section.passes - 1
+        of_step = list(islice(batches, number))
+        last = self._section.passes - 1
         counted = sum(map(self._section.counts, range(last + 1)))
         self._moves.clear()
         self._passing = True
         outputs: Outputs = []
         try:
             for each in range(last + 1):
-                self._seen, self._watching = 0, each < last
+                self._seen = 0
+                self._watching = each < last
                 with self._reduced(counted) if each == last else self._added_up():
                     reported = run(iter(of_step))
                 if self._section.counts(each):
@@ -95,7 +99,8 @@ class Adversary(Part):
                     stack.enter_context(chunk.no_sync())
                 yield
         finally:
-            config.finalize_model_grads_func, config.no_sync_func = finalize, no_sync
+            config.finalize_model_grads_func = finalize
+            config.no_sync_func = no_sync
 
     @contextmanager
     def _reduced(self, counted: int) -> Iterator[None]:
@@ -160,8 +165,10 @@ class Adversary(Part):
 
     def _start(self, number: int, output: torch.Tensor) -> torch.Tensor:
         """Where a micro-batch begins, [tokens, b, h]: a function of seed, step, and place of a sequence in the step."""
-        recipe, layout = self._plan.recipe, self._plan.layout
-        tokens, size = recipe.model.seq_length, output.size(1)
+        recipe = self._plan.recipe
+        layout = self._plan.layout
+        tokens = recipe.model.seq_length
+        size = output.size(1)
         batch = {"tokens": torch.arange(tokens, device=output.device)[None]}
         batch = own_chunks(batch, layout.context_parallel_size, parallel_state.get_context_parallel_rank())
         (places,) = batch["tokens"]

@@ -10,7 +10,8 @@ class Average(Part):
     """Begins with the weights, and averages in those of every update."""
 
     def __init__(self, step: Step) -> None:
-        self._optimizer, self._decay = step.optimizer, step.plan.recipe.optimizer.ema_decay or 0.0
+        self._optimizer = step.optimizer
+        self._decay = step.plan.recipe.optimizer.ema_decay or 0.0
         ema.start(self._optimizer)
 
     def after_update(self) -> None:

@@ -159,7 +159,8 @@ class Parts(tuple[Part, ...]):
     @classmethod
     def of(cls, step: Step, engine: str) -> Parts:
         """Those that a recipe has on an engine."""
-        recipe, meta = step.plan.recipe, step.platform.device.type == "meta"
+        recipe = step.plan.recipe
+        meta = step.platform.device.type == "meta"
         return cls(
             resolve_name(each.part)(step)
             for each in known.PARTS

@@ -162,7 +162,8 @@ class HiddenStates:
     """
 
     def __init__(self, plan: Plan, platform: Platform, student: Sequence[RecipeModel]) -> None:
-        distill, layout = section(plan.recipe), plan.layout
+        distill = section(plan.recipe)
+        layout = plan.layout
         self._distill, self._pairs = distill, list[_Pair]()
         self._split = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
         self.mask: torch.Tensor | None = None
@@ -261,9 +262,11 @@ def hidden_distances(
     if distill.layers_loss == "mse":
         difference = torch.sub(student.float(), teacher)  # a new tensor, in the wider type of both
         return difference.square().mean(-1), difference.mul_(2 / student.size(-1))
-    own, other = student.float(), teacher.float()
+    own = student.float()
+    other = teacher.float()
     norm, length = (torch.linalg.vector_norm(each, dim=-1, keepdim=True).clamp_min_(_LEAST) for each in (own, other))
-    own, other = own / norm, other / length
+    own = own / norm
+    other = other / length
     cosine = (own * other).sum(-1, keepdim=True)
     return 1 - cosine[..., 0], own.mul_(cosine).sub_(other).div_(norm)
 
@@ -288,7 +291,8 @@ class _AddGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Gradient of the hidden states."""
-        gradient, ctx.gradient = ctx.gradient, None
+        gradient = ctx.gradient
+        ctx.gradient = None
         return gradients[0] + gradient, None
 
 
@@ -350,7 +354,8 @@ class _ComparedLosses(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, how: TeacherComparison
     ) -> torch.Tensor:
         """Arguments and result as `compared_losses`."""
-        distill, rows = how.distill, logits.size(-1)
+        distill = how.distill
+        rows = logits.size(-1)
         first = how.first(rows)
         own = max(0, min(rows, how.vocabulary - first))  # rows that are tokens
         local = labels - first
@@ -358,7 +363,8 @@ class _ComparedLosses(torch.autograd.Function):
         local = local.clamp(0, rows - 1)[:, None]
         student = logits.float()
         # Both are new tensors, which are overwritten below.
-        divided, taught = student[:, :own] / distill.temperature, teacher[:, :own].float() / distill.temperature
+        divided = student[:, :own] / distill.temperature
+        taught = teacher[:, :own].float() / distill.temperature
         if distill.top_k is not None:
             taught = taught.masked_fill(taught < _threshold(taught, distill.top_k, how), -torch.inf)
         # A rank without a token adds nothing to a sum over tokens.
@@ -366,7 +372,8 @@ class _ComparedLosses(torch.autograd.Function):
         total, of_student, of_teacher = sums[..., None]
         label = student.gather(-1, local)[:, 0] * has
         if distill.loss == "kl":
-            p, q = divided.sub_(of_student), taught.sub_(of_teacher)
+            p = divided.sub_(of_student)
+            q = taught.sub_(of_teacher)
             shares = q.exp()
             # A token without a share adds nothing: 0 × log 0 is 0.
             distance = q.sub_(p).masked_fill_(shares == 0, 0.0).mul_(shares).sum(-1) * distill.temperature**2

@@ -36,7 +36,9 @@ class FrozenModel:
     """
 
     def __init__(self, plan: Plan, platform: Platform, keys: tuple[str, ...]) -> None:
-        self.plan, self._platform, self._keys = plan, platform, keys
+        self.plan = plan
+        self._platform = platform
+        self._keys = keys
         self._forward = get_forward_backward_func()
         self.kept: deque[Any] = deque()
         """Results of passes, in the order of their micro-batches; on the last stage."""
@@ -113,10 +115,8 @@ class FrozenModel:
         in_host = next(batches)
         conversations = self._apart(in_host["position_ids"])
         batch = {name: in_host[name].to(self._platform.device, non_blocking=True) for name in self._keys}
-        parts, number = (
-            parallel_state.get_context_parallel_world_size(),
-            parallel_state.get_context_parallel_rank(),
-        )
+        parts = parallel_state.get_context_parallel_world_size()
+        number = parallel_state.get_context_parallel_rank()
         batch = own_chunks(batch, parts, number)
         more = {name: batch[name] for name in self._keys if name not in ("tokens", "position_ids")}
         return model(batch["tokens"], batch["position_ids"], **conversations, **more), self._report

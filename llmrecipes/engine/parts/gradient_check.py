@@ -50,8 +50,10 @@ class GradientCheck(Part):
     """Compares the gradients of the first finite step of a start, before its update."""
 
     def __init__(self, step: Step) -> None:
-        self._step, self._sharded = step, step.sharded
-        self._parameters, self._device = step.trained, step.platform.device
+        self._step = step
+        self._sharded = step.sharded
+        self._parameters = step.trained
+        self._device = step.platform.device
         self.due = step.plan.recipe.faults.gradient_check_action != "none"
         """Whether the next step's are compared."""
         self._fault: GradientFault | None = None
@@ -176,7 +178,8 @@ class GradientCheck(Part):
         self._squares = self._differing = torch.zeros(0)
 
     def fault(self) -> GradientFault | None:
-        fault, self._fault = self._fault, None
+        fault = self._fault
+        self._fault = None
         return fault
 
     def _miscounted(self, owned: Iterable[OwnGradient], counted: Iterable[torch.Tensor]) -> tuple[str, ...]:

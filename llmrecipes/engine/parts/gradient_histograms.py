@@ -51,7 +51,9 @@ def histogram(counts: list[float]) -> Mapping[str, Any] | None:
     Returns:
         `negative` and `positive`: counts by magnitude, from 2^`low` up to 2^(`low` + 1) first; `zero`: of smaller ones.
     """
-    negative, zero, positive = counts[:_SIDE][::-1], counts[_SIDE], counts[_SIDE + 1 :]
+    negative = counts[:_SIDE][::-1]
+    zero = counts[_SIDE]
+    positive = counts[_SIDE + 1 :]
     used = [place for place in range(_SIDE) if negative[place] or positive[place]]
     if not used:
         return {"low": LOW, "negative": [], "zero": int(zero), "positive": []} if zero else None

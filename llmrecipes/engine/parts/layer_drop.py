@@ -38,7 +38,9 @@ class LayerDrop(Part):
 
     def __init__(self, step: Step) -> None:
         plan, modules = step.plan, step.modules
-        self._plan, self._step, self._number = plan, 0, plan.num_microbatches
+        self._plan = plan
+        self._step = 0
+        self._number = plan.num_microbatches
         self._seen = [0] * len(modules)
         self._waiting: list[deque[bool]] = []
         model = plan.recipe.model
@@ -50,7 +52,8 @@ class LayerDrop(Part):
                 layer.forward = partial(self._pass, layer, layer.forward, chunk, probability, self._waiting[-1])
 
     def before_passes(self, step: int, micro_batches: int) -> None:
-        self._step, self._number = step, micro_batches
+        self._step = step
+        self._number = micro_batches
         self._seen = [0] * len(self._seen)
         for decisions in self._waiting:
             decisions.clear()

@@ -62,7 +62,8 @@ class _NormTable:
     """Sums of one optimizer, in one tensor."""
 
     def __init__(self, places: int, device: torch.device) -> None:
-        squares, counts = len(MEASURES) * places, len(COUNTED) * len(_ROWS) * BINS
+        squares = len(MEASURES) * places
+        counts = len(COUNTED) * len(_ROWS) * BINS
         self.whole = torch.zeros(squares + counts, dtype=torch.float64, device=device)
         self.squares = self.whole[:squares].view(len(MEASURES), places)
         self.counts = self.whole[squares:].view(len(COUNTED), len(_ROWS), BINS)
@@ -85,7 +86,9 @@ class LayerNorms(Part):
 
     def __init__(self, step: Step) -> None:
         self._recipe, self._optimizer, self._taken = step.plan.recipe, step.optimizer, dict[str, Any]()
-        recipe, modules, device = step.plan.recipe, step.modules, step.platform.device
+        recipe = step.plan.recipe
+        modules = step.modules
+        device = step.platform.device
         model = recipe.model
         self._layers = model.num_layers + (model.mtp_num_layers or 0)
         self._places = {
@@ -136,7 +139,8 @@ class LayerNorms(Part):
         query, key, _, mask = inputs[:4]
         if not self._sees(core) or query.dim() != 4:  # packed sequences of TransformerEngine have no rows
             return
-        scale, group = softmax_scale(attention, query.size(-1)), None
+        scale = softmax_scale(attention, query.size(-1))
+        group = None
         if attention.config.context_parallel_size > 1:
             group = parallel_state.get_context_parallel_group()
         most = largest_logit(query.detach(), key.detach(), scale, mask, group)

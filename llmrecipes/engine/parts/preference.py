@@ -50,8 +50,11 @@ class Gains:
 
 def pair_losses(gains: Gains, dpo: Dpo) -> torch.Tensor:
     """[pairs], the loss of each, as TRL 1.16's DPOTrainer has it; the papers are those of `Dpo.loss_type`."""
-    beta, chosen, rejected = dpo.beta, gains.chosen, gains.rejected
-    margin, per_token = chosen - rejected, chosen / gains.chosen_tokens - rejected / gains.rejected_tokens
+    beta = dpo.beta
+    chosen = gains.chosen
+    rejected = gains.rejected
+    margin = chosen - rejected
+    per_token = chosen / gains.chosen_tokens - rejected / gains.rejected_tokens
     log = F.logsigmoid
     match dpo.loss_type:
         case "sigmoid":
@@ -137,7 +140,8 @@ class RewardMeter:
         pairs, chosen, rejected, right = self._sums
         if not pairs:
             return None
-        chosen, rejected = chosen / pairs, rejected / pairs
+        chosen = chosen / pairs
+        rejected = rejected / pairs
         return {"chosen": chosen, "rejected": rejected, "margins": chosen - rejected, "accuracies": right / pairs}
 
 
@@ -147,7 +151,9 @@ class PreferenceLoss(Part):
     size, in_evaluations = COUNTS, True
 
     def __init__(self, step: Step) -> None:
-        plan, platform, recipe = step.plan, step.platform, step.plan.recipe
+        plan = step.plan
+        platform = step.platform
+        recipe = step.plan.recipe
         if recipe.dpo is None:
             raise ValueError(f"recipe {recipe.name} has no section dpo")
         self._dpo = recipe.dpo
@@ -215,7 +221,8 @@ class PreferenceLoss(Part):
         total = pair_losses(gains, self._dpo).sum()
         # Context-parallel ranks have the same sums, of which one is counted; each goes back through its own tokens.
         first = float(parallel_state.get_context_parallel_rank() == 0)
-        chosen, rejected = self._dpo.beta * gains.chosen.detach(), self._dpo.beta * gains.rejected.detach()
+        chosen = self._dpo.beta * gains.chosen.detach()
+        rejected = self._dpo.beta * gains.rejected.detach()
         pairs = torch.tensor(count // 2, dtype=torch.float64, device=losses.device)
         self._reported = torch.stack([chosen.sum(), rejected.sum(), (chosen > rejected).double().sum()]) * first
         return total.float(), (pairs * first).int(), torch.stack([total.detach() * first, pairs * first])

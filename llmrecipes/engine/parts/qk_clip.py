@@ -36,7 +36,9 @@ class QkClip(Part):
     """Scales the queries and keys of this rank's heads. A dry run has no logits."""
 
     def __init__(self, step: Step) -> None:
-        recipe, modules, device = step.plan.recipe, step.modules, step.platform.device
+        recipe = step.plan.recipe
+        modules = step.modules
+        device = step.platform.device
         self._threshold = recipe.optimizer.qk_clip_threshold
         self._rows: dict[torch.nn.Parameter, tuple[int, Rows]] = {}
         attentions = [layer.self_attention for module in modules for layer in module.decoder.layers]
@@ -120,7 +122,9 @@ def _scaled(attention: Any, alpha: float) -> list[tuple[torch.nn.Parameter, Rows
 
     if config.multi_latent_attention:
         queries = attention.linear_q_proj if config.q_lora_rank is None else attention.linear_q_up_proj
-        content, position, value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
+        content = config.qk_head_dim
+        position = config.qk_pos_emb_head_dim
+        value = config.v_head_dim
         add(queries, lambda eta: _by_row([(eta**alpha, content), (eta, position)]))
         add(attention.linear_kv_up_proj, lambda eta: _by_row([(eta ** (1 - alpha), content), (eta**0, value)]))
         return scaled

@@ -26,8 +26,11 @@ class RouterBalance(Part):
     """Hooks into the routers of this rank's layers; counts between `start` and `collect`, and else costs nothing."""
 
     def __init__(self, step: Step) -> None:
-        plan, modules, device = step.plan, step.modules, step.platform.device
-        self._recipe, model = plan.recipe, plan.recipe.model
+        plan = step.plan
+        modules = step.modules
+        device = step.platform.device
+        self._recipe = plan.recipe
+        model = plan.recipe.model
         self._topk = model.moe_router_topk
         self._has_aux_loss = model.moe_aux_loss_coeff > 0
         self.micro_batches = plan.num_microbatches

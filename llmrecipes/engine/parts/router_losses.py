@@ -23,7 +23,8 @@ class RouterLosses(Part):
     """Gives their gradients this factor, through megatron-core's configuration."""
 
     def __init__(self, step: Step) -> None:
-        device, model = step.platform.device, step.plan.recipe.model
+        device = step.platform.device
+        model = step.plan.recipe.model
         self._optimizer = step.optimizer
         self._number: dict[str, Any] = {"dtype": torch.float64, "device": device}
         self._share = torch.ones(1, device=device)

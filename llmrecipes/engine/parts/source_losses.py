@@ -44,7 +44,8 @@ class SourceLosses(Part):
         self.add(own)
 
     def fields(self, before: Progress) -> dict[str, Any]:
-        sums, earlier = self.take(), before.source_sums
+        sums = self.take()
+        earlier = before.source_sums
         if not all(map(math.isfinite, sums)):
             sums = (0.0,) * len(sums)
         if len(earlier) == len(sums):

@@ -84,7 +84,8 @@ class _Experts:
             rule = f"a multiple of moe_ffn_hidden_size, {width}"
             key = "model.moe_shared_expert_intermediate_size"
             obstacles.append(Unsupported(key, model.moe_shared_expert_intermediate_size, rule))
-        groups, chosen = model.moe_router_num_groups or 1, model.moe_router_group_topk or 1
+        groups = model.moe_router_num_groups or 1
+        chosen = model.moe_router_group_topk or 1
         if problem := _unlike_two(groups, chosen, model.moe_router_topk):
             obstacles.append(Unsupported("model.moe_router_group_topk", chosen, problem))
         return {
@@ -99,9 +100,11 @@ class _Experts:
         }, obstacles
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
-        layers, dense = config["num_hidden_layers"], config["first_k_dense_replace"]
+        layers = config["num_hidden_layers"]
+        dense = config["first_k_dense_replace"]
         groups, chosen, topk = (config[key] for key in ("n_group", "topk_group", "num_experts_per_tok"))
-        scale, normalised = config["routed_scaling_factor"], config["norm_topk_prob"]
+        scale = config["routed_scaling_factor"]
+        normalised = config["norm_topk_prob"]
         rule = "scores of several experts sum to one, and the score of a single one is left as it is"
         obstacles = [] if normalised == (topk > 1) else [Unsupported("norm_topk_prob", normalised, rule)]
         pattern = [int(layer >= dense) for layer in range(layers)]

@@ -64,7 +64,8 @@ def _both(ours: str, theirs: str, how: Any = SAME) -> dict[str, To]:
     return {f"{ours}.{kind}": To((f"{theirs}.{kind}",), how) for kind in ("weight", "bias")}
 
 
-_LAYER, _BLOCK = "decoder.layers.*.", "transformer.h.*."
+_LAYER = "decoder.layers.*."
+_BLOCK = "transformer.h.*."
 
 GPT2 = Family(
     name="gpt2",

@@ -10,7 +10,8 @@ from llmrecipes.hf.table import ACTIVATIONS, GATE_UP, QKV, SAME, VOCABULARY, Con
 from llmrecipes.recipe.rules.moe_rules import LATENT_YARN
 from llmrecipes.recipe.schema import TRAINING_ONLY, Model
 
-LAYER, LAYERS = "decoder.layers.*.", "model.layers.*."
+LAYER = "decoder.layers.*."
+LAYERS = "model.layers.*."
 EXPERT = "mlp.experts.local_experts.*."
 
 EVERY: dict[str, Any] = {"use_mup": False, "mtp_num_layers": None}
@@ -81,7 +82,8 @@ class Heads:
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
         """See `Special`."""
-        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        heads = config["num_attention_heads"]
+        hidden = config["hidden_size"]
         groups = config["num_key_value_heads"]
         channels = config.get("head_dim") or hidden // heads  # some families have no such key
         # Unset where a recipe would leave it out.
@@ -111,7 +113,9 @@ class Window:
     ours = ()
 
     def __init__(self, *, has: bool = True, said: bool = False, switch: bool = False) -> None:
-        self._has, self._said, self._switch = has, said, switch
+        self._has = has
+        self._said = said
+        self._switch = switch
 
     def config_of(self, model: Model) -> tuple[dict[str, Any], list[Unsupported]]:
         """See `Special`."""
@@ -152,7 +156,8 @@ class Rope:
     theirs = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 
     def __init__(self, *, latent: bool = False, said: bool = False) -> None:
-        self._latent, self._said = latent, said
+        self._latent = latent
+        self._said = said
         scaled = {"rotary_base", "rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"}
         self.ours = scaled | ({"rope_type", *LATENT_YARN} if latent else {"position_embedding_type", *YARN})
 
@@ -290,7 +295,9 @@ def _mscales(values: Mapping[str, Any], *, latent: bool) -> tuple[float, float] 
     Latent attention's `mscale_all_dim` also scales its scores, so it is that of the file. Other attention may have any
     two with the right ratio. Rounded far below the precision of fp32, so that what is written is read as it was.
     """
-    mscale, all_dim, step = values.get("mscale"), values.get("mscale_all_dim"), _yarn_step(values["factor"])
+    mscale = values.get("mscale")
+    all_dim = values.get("mscale_all_dim")
+    step = _yarn_step(values["factor"])
     ratio = values.get("attention_factor")
     if ratio is None and mscale and all_dim:
         return mscale, all_dim

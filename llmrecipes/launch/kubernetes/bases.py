@@ -126,7 +126,8 @@ def _read(folder: Path, where: str) -> str:
     except (OSError, yaml.YAMLError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"cannot be read: {error}", where=where, rule=RULE, fix=FIX) from None
     if ignored := kustomization.keys() - KEYS:
-        rule, fix = "submit applies no other key than resources", "kubernetes.patch of a profile changes pods"
+        rule = "submit applies no other key than resources"
+        fix = "kubernetes.patch of a profile changes pods"
         raise UserError(f"has {', '.join(sorted(ignored))}", where=where, rule=rule, fix=fix)
     return text
 

@@ -71,7 +71,8 @@ class KubernetesLauncher:
         rendered = objects.render(run, options)
         workload = rendered[-1]["metadata"]
         level, reasons = pod.security_level(objects.pod_spec(rendered[-1]))
-        apply, text = ("kubectl", "apply", "--filename", "-"), objects.to_yaml(rendered)
+        apply = ("kubectl", "apply", "--filename", "-")
+        text = objects.to_yaml(rendered)
         first: list[Object] = []
         if run.profile.gpus_per_node and not submission.prepared and not options.prepared:
             first = [rendered[0], *preparation.render(run, options)]  # both read the recipe from its ConfigMap

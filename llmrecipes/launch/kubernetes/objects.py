@@ -50,7 +50,8 @@ def render(run: PodRun, options: KubernetesOptions) -> list[Object]:
     """
     check(options)
     if len(run.recipe_yaml.encode()) + len(_profile(run, options).encode()) > MOST_CONFIG_BYTES:
-        where, rule = f"recipe {run.plan.recipe.name}", "pods read it from a ConfigMap, which holds at most 1 MiB"
+        where = f"recipe {run.plan.recipe.name}"
+        rule = "pods read it from a ConfigMap, which holds at most 1 MiB"
         raise UserError("larger than 1 MiB", where=where, rule=rule)
     objects = [_recipe(run, options)]
     if run.channel is not None:
@@ -202,7 +203,8 @@ def pod_spec(workload: Object) -> Object:
     if workload["kind"] != "TrainJob":
         return part.part("spec.template.spec" if workload["kind"] == "Job" else template).content
     runtime, _ = bases.load("trainjob/runtime")
-    shared, added = runtime.part(f"spec.template.{template}"), part.get(f"{PATCH}.spec")
+    shared = runtime.part(f"spec.template.{template}")
+    added = part.get(f"{PATCH}.spec")
     container = shared.get(f"containers.{pod.CONTAINER}")
     return {**shared.content, **added, "containers": [{**container, **more} for more in added["containers"]]}
 

@@ -96,11 +96,13 @@ def seen(run: PodRun, options: KubernetesOptions) -> Profile:
 
 def fill(template: ManifestPart, run: PodRun, options: KubernetesOptions) -> None:
     """Fill in the pod template of a Job."""
-    kubernetes, spec = run.profile.kubernetes, template.part("spec")
+    kubernetes = run.profile.kubernetes
+    spec = template.part("spec")
     describe(template, run, options)
     spec.set("terminationGracePeriodSeconds", options.grace_seconds)
     least = least_nodes(run, options)
-    doctor, node = spec.part(f"initContainers.{DOCTOR}"), spec.part(f"containers.{CONTAINER}")
+    doctor = spec.part(f"initContainers.{DOCTOR}")
+    node = spec.part(f"containers.{CONTAINER}")
     doctor.set("args", _examination(doctor, run, meets=run.nodes > 1 and least is None))
     node.set("args", arguments(node, run, least))
     for container in (doctor, node):

@@ -44,7 +44,8 @@ def _fill_ray_job(job: ManifestPart, run: PodRun, options: KubernetesOptions) ->
     submitter = job.part("spec.submitterPodTemplate.spec")
     _place(submitter, run, options)
     submitter.set("containers.submit.image", options.image)
-    head, workers = job.part("spec.rayClusterSpec.headGroupSpec"), job.part("spec.rayClusterSpec.workerGroupSpecs.0")
+    head = job.part("spec.rayClusterSpec.headGroupSpec")
+    workers = job.part("spec.rayClusterSpec.workerGroupSpecs.0")
     for count in ("replicas", "minReplicas", "maxReplicas"):
         workers.set(count, options.prepare_nodes - 1)
     for group in (head, workers):

@@ -88,7 +88,8 @@ def _is_leftover(pid: int, ours: dict[str, str]) -> bool:
 
 def _wait(handles: dict[int, int]) -> list[int]:
     """Close the handles as their processes end; the ids of those that do not in time."""
-    poll, names = select.poll(), {handle: pid for pid, handle in handles.items()}
+    poll = select.poll()
+    names = {handle: pid for pid, handle in handles.items()}
     for handle in names:
         poll.register(handle, select.POLLIN)
     until = time.monotonic() + LONGEST_DEATH

@@ -167,7 +167,8 @@ def _wait(
     grace: Grace | None,
     watch_more: Callable[[selectors.BaseSelector], None],
 ) -> int:
-    first, first_failure = next(iter(ranks)), int(ExitCode.DONE)
+    first = next(iter(ranks))
+    first_failure = int(ExitCode.DONE)
     deadline: float | None = None
     newest_then: Path | None = None
     waiting = dict(ranks)
@@ -190,7 +191,8 @@ def _wait(
                 if key.data is None:
                     selector.unregister(key.fd)
                     if grace is not None:
-                        deadline, newest_then = time.monotonic() + grace.seconds, grace.newest()
+                        deadline = time.monotonic() + grace.seconds
+                        newest_then = grace.newest()
                     continue
                 selector.unregister(key.fd)
                 code = waiting.pop(key.data).wait()

@@ -142,7 +142,8 @@ class Spares:
             latest = time.monotonic() + ANSWER_SECONDS
             while selector.get_map() and (left := latest - time.monotonic()) > 0:
                 for key, _ in selector.select(left):
-                    rank, spare = key.data, self._spares[key.data]
+                    rank = key.data
+                    spare = self._spares[key.data]
                     with suppress(OSError):
                         if spare.connection.recv(len(SPARE_TAKEN)) == SPARE_TAKEN:
                             taken[rank] = spare.process

@@ -56,7 +56,8 @@ class SkypilotLauncher:
 
     def render(self, submission: Submission, chosen: LauncherOptions) -> Rendering:
         """The task, as YAML."""
-        planned, volume = submission.planned_for_cluster, chosen.get("volume")
+        planned = submission.planned_for_cluster
+        volume = chosen.get("volume")
         if volume is not None and not SUBDOMAIN.fullmatch(volume):
             raise UserError(f"{volume!r}", where="--volume", rule="lowercase letters, digits, - and .")
         if volume is None and planned.nodes > 1:

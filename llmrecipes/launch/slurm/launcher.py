@@ -89,7 +89,8 @@ class SlurmLauncher:
 
     def submit(self, submission: Submission, rendering: Rendering) -> JobHandle:
         """Run sbatch, whose `--parsable` output is the id: `JOB`, or `JOB;CLUSTER` with several clusters."""
-        words, prepare = rendering.command, ""
+        words = rendering.command
+        prepare = ""
         given = _options_of(words)
         known = partitions.known((f"--clusters={given['clusters']}",) if "clusters" in given else ())
         partitions.require_room(known, _wanted(given))
@@ -162,7 +163,8 @@ def status_of(word: str, exit_code: str, reason: str = "", restarts: int = 0) ->
         reason: why the job waits, or why it failed.
         restarts: number of requeues.
     """
-    state, pending = word.partition(" ")[0].rstrip("+"), "" if reason in ("None", "") else reason
+    state = word.partition(" ")[0].rstrip("+")
+    pending = "" if reason in ("None", "") else reason
     if state in HELD or (state in PENDING and HELD_REASON.search(pending)):
         return JobStatus(JobState.HELD, reason=pending, restarts=restarts)
     if state in PENDING:

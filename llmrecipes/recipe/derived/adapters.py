@@ -37,7 +37,8 @@ def matrices(model: Model, s: Shape, *, experts: bool) -> Iterator[Matrix]:
     """Matrices of a layer that can have adapters."""
     h = s.hidden_size
     if model.multi_latent_attention:
-        latent, heads = model.kv_lora_rank, s.num_attention_heads
+        latent = model.kv_lora_rank
+        heads = s.num_attention_heads
         if model.q_lora_rank:
             yield Matrix("linear_q_down_proj", h, model.q_lora_rank, True)
             yield Matrix("linear_q_up_proj", model.q_lora_rank, s.query_size, True)

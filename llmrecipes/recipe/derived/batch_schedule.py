@@ -116,7 +116,8 @@ def _of_stages(recipe: Recipe) -> tuple[BatchSchedule, list[int]]:
     current, began = constant(1), (0, 0)
     for number, (stage, each) in enumerate(zip(recipe.stages, merged(recipe), strict=True)):
         if number == 0 or begins(stage)[1]:
-            current, began = _of_one(each), (step, sample)
+            current = _of_one(each)
+            began = (step, sample)
         steps = stage.train_iters or max(1, recipe.train.train_iters - step)
         if stage.tokens is not None:
             done = sample - began[1]
@@ -127,7 +128,8 @@ def _of_stages(recipe: Recipe) -> tuple[BatchSchedule, list[int]]:
             at = Stretch(began[0] + first, began[1] + current.samples(first), part.global_batch_size)
             if not stretches or stretches[-1].global_batch_size != at.global_batch_size:
                 stretches.append(at)
-        step, sample = began[0] + end, began[1] + current.samples(end)
+        step = began[0] + end
+        sample = began[1] + current.samples(end)
         last.append(step)
     return BatchSchedule(tuple(stretches)), last
 

@@ -46,7 +46,8 @@ def elastic_worlds(recipe: Recipe) -> tuple[int, ...]:
         by_stage = [set(elastic_worlds(stage_recipe)) for stage_recipe in stage_recipes(recipe)]
         return tuple(sorted(set.intersection(*by_stage)))
     least, most = (replicas * replica_ranks(recipe) for replicas in recipe.train.elastic)
-    parallel, dense = recipe.parallelism, model_parallel_size(recipe.parallelism)
+    parallel = recipe.parallelism
+    dense = model_parallel_size(recipe.parallelism)
     micro_batches = common(recipe) // recipe.train.micro_batch_size
     interleaved = (parallel.virtual_pipeline_model_parallel_size or 1) > 1
     group = parallel.pipeline_model_parallel_size if interleaved else 1
@@ -67,7 +68,8 @@ def elastic_nodes(recipe: Recipe, nodes: int, ranks_per_node: int) -> tuple[int,
 
 def multiples(value: int, of: int) -> str:
     """The multiples of `of` around `value`, as text: `96 or 128`."""
-    below, above = value // of * of, -(-value // of) * of
+    below = value // of * of
+    above = -(-value // of) * of
     return f"{below} or {above}" if below else str(above)
 
 

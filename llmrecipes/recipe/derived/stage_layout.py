@@ -14,7 +14,10 @@ from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.schema import Parallelism, Recipe
 
 KEY = "pipeline_model_parallel_layout"
-EMBEDDING, LAYER, PREDICTION, LOSS = "E", "t", "m", "L"
+EMBEDDING = "E"
+LAYER = "t"
+PREDICTION = "m"
+LOSS = "L"
 NAMES = {
     EMBEDDING: "embedding",
     LAYER: "transformer layer",
@@ -97,12 +100,15 @@ def parts_of(notation: str, part: str) -> int:
 
 def layers_per_stage(recipe: Recipe) -> tuple[tuple[int, ...], ...]:
     """Layers of each chunk of each pipeline stage, as in megatron-core's `get_num_layers_to_build`."""
-    parallel, layers = recipe.parallelism, recipe.model.num_layers
-    stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    parallel = recipe.parallelism
+    layers = recipe.model.num_layers
+    stages = parallel.pipeline_model_parallel_size
+    chunks = parallel.virtual_pipeline_model_parallel_size or 1
     if parallel.pipeline_model_parallel_layout:
         counts = [part.count(LAYER) for part in parse(parallel.pipeline_model_parallel_layout)]
         return tuple(tuple(counts[stage::stages]) for stage in range(stages))
-    first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
+    first = parallel.num_layers_in_first_pipeline_stage
+    last = parallel.num_layers_in_last_pipeline_stage
     embedding = int(parallel.account_for_embedding_in_pipeline_split)
     loss = int(parallel.account_for_loss_in_pipeline_split)
     middle = stages - (first is not None) - (last is not None)
@@ -176,7 +182,8 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
             "for example Et*3|(tt|)*2tL; llmrecipes plan --search proposes one for the model",
         )
         return
-    stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    stages = parallel.pipeline_model_parallel_size
+    chunks = parallel.virtual_pipeline_model_parallel_size or 1
     if len(parts) != stages * chunks:
         yield _problem(
             f"{len(parts)} stages for pipeline_model_parallel_size {stages} × virtual_pipeline_model_parallel_size "

@@ -18,7 +18,8 @@ def stage_recipes(recipe: Recipe) -> tuple[Recipe, ...]:
     """
     if not recipe.stages:
         return (recipe,)
-    batches, last = batch_schedule(recipe), ends(recipe)
+    batches = batch_schedule(recipe)
+    last = ends(recipe)
     first = [0, *last[:-1]]
     begun = [begins(stage) for stage in recipe.stages]
     orders = _groups([order for order, _, _ in begun])

@@ -84,7 +84,8 @@ def merged(recipe: Recipe) -> tuple[Recipe, ...]:
     Raises:
         ValidationError: a value is not one of its key.
     """
-    current, recipes = recipe.model_copy(update={"stages": ()}), []
+    current = recipe.model_copy(update={"stages": ()})
+    recipes = []
     for stage in recipe.stages:
         values = changed(current.model_dump(mode="json"), stage)
         current = Recipe.model_validate(values)

@@ -69,7 +69,8 @@ def _at_type(details: ErrorDetails) -> ErrorDetails:
     """A section without a type, or of an unknown one, as an error of its key `type`."""
     if not details["type"].startswith("union_tag_"):
         return details
-    section, loc = details["input"], (*details["loc"], "type")
+    section = details["input"]
+    loc = (*details["loc"], "type")
     kind = "literal_error" if "type" in section else "missing"
     return {**details, "type": kind, "loc": loc, "input": section.get("type", section)}
 
@@ -91,7 +92,8 @@ def _is_free(place: tuple[int | str, ...], known: dict[str, RecipeKey]) -> bool:
 
 
 def _problem(details: ErrorDetails, document: type[BaseModel], hints: Mapping[str, Hint]) -> Problem:
-    kind, all_keys = details["type"], keys(document)
+    kind = details["type"]
+    all_keys = keys(document)
     key = _place(details, all_keys)
     known = all_keys.get(normal(key))
     if kind == "extra_forbidden":

@@ -62,7 +62,8 @@ def key(recipe: Recipe) -> str:
 
 def not_divisible(recipe: Recipe, at: Stretch, of: int, words: str) -> Problem:
     """The global batch of a stretch is not a multiple of `of`, which `words` describe."""
-    size, near = at.global_batch_size, multiples(at.global_batch_size, of)
+    size = at.global_batch_size
+    near = multiples(at.global_batch_size, of)
     step = "" if not varies(recipe) else f"the global batch of step {at.first_step + 1}, "
     return Problem(
         key(recipe),
@@ -119,10 +120,8 @@ def _malformed(recipe: Recipe) -> Problem | None:
         return None
     if train.step_batch_size_schedule is None:
         return None
-    where, form = (
-        "train.step_batch_size_schedule",
-        '"0:768 250B:1536": pairs of tokens and batch size, with increasing tokens from 0',
-    )
+    where = "train.step_batch_size_schedule"
+    form = '"0:768 250B:1536": pairs of tokens and batch size, with increasing tokens from 0'
     try:
         pairs = thresholds(train.step_batch_size_schedule, recipe.model.seq_length)
     except ValueError as error:

@@ -11,7 +11,8 @@ from llmrecipes.recipe.schema import Recipe
 
 def retention(recipe: Recipe) -> Iterator[Problem]:
     """Which checkpoints are kept."""
-    keep, save = recipe.checkpoint.keep_interval, recipe.checkpoint.save_interval
+    keep = recipe.checkpoint.keep_interval
+    save = recipe.checkpoint.save_interval
     if keep is not None and keep % save:
         yield Problem(
             "checkpoint.keep_interval",

@@ -153,7 +153,8 @@ def token_sets(recipe: Recipe) -> Iterator[Problem]:
 
 def monitored(recipe: Recipe) -> Iterator[Problem]:
     """What a run that goes by its held-out loss needs."""
-    train, labels = recipe.train, [held_out.label for held_out in recipe.data.valid_sources]
+    train = recipe.train
+    labels = [held_out.label for held_out in recipe.data.valid_sources]
     sets = [*labels, *(source_names(recipe.data.sources) if recipe.data.multiple_validation_sets else ())]
     users = {
         "train.early_stop": train.early_stop is not None,
@@ -373,7 +374,8 @@ def _contradictions(recipe: Recipe) -> Iterator[Problem]:
             f"{early[0]} needs text, which html extracts from web pages",
             f"move html before {early[0]}",
         )
-    least, length = recipe.data.min_characters, of.get("length")
+    least = recipe.data.min_characters
+    length = of.get("length")
     if least is not None and length is not None and least > (length.max_characters or least):
         yield Problem(
             f"data.steps.{places['length']}.max_characters",

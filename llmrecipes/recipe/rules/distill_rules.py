@@ -66,7 +66,8 @@ def teacher_recipe(recipe: Recipe) -> Recipe:
     """The recipe of the teacher's passes: its model in the layout, precision and batch of the student."""
     off = {"label_smoothing": 0.0, "loss_chunk_tokens": 0, "torch_compile": False, "freeze": ()}
     train = recipe.train.model_copy(update=off)
-    model, parallel = teacher_model(recipe), recipe.parallelism
+    model = teacher_model(recipe)
+    parallel = recipe.parallelism
     if not model.num_moe_experts:  # the ranks that share the student's experts have the same dense teacher
         dense = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
         parallel = parallel.model_copy(update=dense)
@@ -76,7 +77,8 @@ def teacher_recipe(recipe: Recipe) -> Recipe:
 
 def differing(student: Model, teacher: Model) -> dict[str, Any]:
     """What `distill.model` has to be for a teacher of this section `model`, as JSON values."""
-    now, then = student.model_dump(mode="json"), teacher.model_dump(mode="json")
+    now = student.model_dump(mode="json")
+    then = teacher.model_dump(mode="json")
     skipped = {*SHARED, *OF_TEACHERS, *NOT_COMPARED}
     if teacher.num_moe_experts is None:
         skipped |= {key for key in then if key.startswith("moe_")}
@@ -234,7 +236,8 @@ def of_teacher(recipe: Recipe, check: Callable[[Recipe], list[Problem]]) -> list
     of_section = list(rules(recipe))
     if not has_teacher(recipe) or any(problem.key.startswith("distill.model") for problem in of_section):
         return []
-    problems, teacher = [], teacher_recipe(recipe)
+    problems = []
+    teacher = teacher_recipe(recipe)
     for problem in check(teacher):
         what = f"the teacher: {problem.what} ({problem.key})"
         if problem.key.startswith("model."):
@@ -252,7 +255,8 @@ def _apart(recipe: Recipe, teacher: Recipe) -> Iterator[Problem]:
         return
     mine, theirs = layer_places(recipe), layer_places(teacher)
     for layer, other in section(recipe).layers:
-        place, elsewhere = mine[layer - 1], theirs[other - 1]
+        place = mine[layer - 1]
+        elsewhere = theirs[other - 1]
         if place == elsewhere:
             continue
         there = [number for number, each in enumerate(theirs, 1) if each == place]

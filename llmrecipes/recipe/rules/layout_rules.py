@@ -14,7 +14,8 @@ from llmrecipes.recipe.schema import Recipe
 
 def tensor(recipe: Recipe) -> Iterator[Problem]:
     """Sizes that are split over tensor-parallel ranks are divisible by their number."""
-    degree, sizes = recipe.parallelism.tensor_model_parallel_size, shared_sizes(recipe)
+    degree = recipe.parallelism.tensor_model_parallel_size
+    sizes = shared_sizes(recipe)
     wrong = [f"{name} {size}" for name, size in sizes.items() if size % degree]
     if wrong:
         yield Problem(
@@ -27,7 +28,8 @@ def tensor(recipe: Recipe) -> Iterator[Problem]:
 
 def shared_sizes(recipe: Recipe) -> dict[str, int]:
     """Sizes that are split over tensor-parallel ranks, by name."""
-    s, model = shape(recipe.model), recipe.model
+    s = shape(recipe.model)
+    model = recipe.model
     sizes = {"num_attention_heads": s.num_attention_heads, "padded vocab_size": s.vocab_size}
     if s.moe_layers(0, s.num_layers) < s.num_layers:
         sizes["ffn_hidden_size"] = s.ffn_hidden_size
@@ -47,7 +49,8 @@ def shared_sizes(recipe: Recipe) -> dict[str, int]:
 def sequence(recipe: Recipe) -> Iterator[Problem]:
     """Sequence parallelism needs tensor parallelism, and the sequence divides over context and sequence parallelism."""
     parallel, model = recipe.parallelism, recipe.model
-    tensor_size, context_size = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    tensor_size = parallel.tensor_model_parallel_size
+    context_size = parallel.context_parallel_size
     if parallel.sequence_parallel and tensor_size == 1:
         yield Problem(
             "parallelism.sequence_parallel",
@@ -81,7 +84,8 @@ def sequence(recipe: Recipe) -> Iterator[Problem]:
 
 def yarn(recipe: Recipe) -> Iterator[Problem]:
     """The context before YaRN divides over context-parallel ranks: megatron-core prepares its angles for it."""
-    model, ranks = recipe.model, recipe.parallelism.context_parallel_size
+    model = recipe.model
+    ranks = recipe.parallelism.context_parallel_size
     name = "original_max_position_embeddings"
     if model.position_embedding_type == "yarn":
         name = f"yarn_{name}"
@@ -99,8 +103,10 @@ def yarn(recipe: Recipe) -> Iterator[Problem]:
 
 def pipeline(recipe: Recipe) -> Iterator[Problem]:
     """Layers, and embedding and loss if counted as layers, divide over stages and their chunks."""
-    parallel, layers = recipe.parallelism, recipe.model.num_layers
-    stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    parallel = recipe.parallelism
+    layers = recipe.model.num_layers
+    stages = parallel.pipeline_model_parallel_size
+    chunks = parallel.virtual_pipeline_model_parallel_size
     ends = {
         "num_layers_in_first_pipeline_stage": parallel.num_layers_in_first_pipeline_stage,
         "num_layers_in_last_pipeline_stage": parallel.num_layers_in_last_pipeline_stage,
@@ -147,7 +153,8 @@ def pipeline(recipe: Recipe) -> Iterator[Problem]:
 def _even(recipe: Recipe, extra: int, layers: int) -> Iterator[Problem]:
     """All stages have the same number of layers, with embedding and loss if they are counted as layers."""
     parallel = recipe.parallelism
-    stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    stages = parallel.pipeline_model_parallel_size
+    chunks = parallel.virtual_pipeline_model_parallel_size or 1
     together = layers + extra
     if together % (stages * chunks) == 0:
         return
@@ -169,8 +176,10 @@ def _even(recipe: Recipe, extra: int, layers: int) -> Iterator[Problem]:
 
 def _uneven(recipe: Recipe, ends: dict[str, int | None]) -> Iterator[Problem]:
     """First and last stage have the given number of layers, the others share the rest."""
-    parallel, layers = recipe.parallelism, recipe.model.num_layers
-    stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    parallel = recipe.parallelism
+    layers = recipe.model.num_layers
+    stages = parallel.pipeline_model_parallel_size
+    chunks = parallel.virtual_pipeline_model_parallel_size or 1
     given = {name: value for name, value in ends.items() if value}
     for name, value in given.items():
         if value % chunks:
@@ -181,7 +190,8 @@ def _uneven(recipe: Recipe, ends: dict[str, int | None]) -> Iterator[Problem]:
                 f"{name} {multiples(value, chunks)}",
             )
             return
-    middle, rest = stages - len(given), layers - sum(given.values())
+    middle = stages - len(given)
+    rest = layers - sum(given.values())
     if rest < middle or (rest and not middle) or (middle and rest % (middle * chunks)):
         first = next(iter(given))
         words = " and ".join(f"{value} in {name}" for name, value in given.items())
@@ -201,8 +211,11 @@ def _uneven(recipe: Recipe, ends: dict[str, int | None]) -> Iterator[Problem]:
 
 def expert(recipe: Recipe) -> Iterator[Problem]:
     """Experts divide over expert-parallel ranks, and one expert over expert-tensor-parallel ranks."""
-    parallel, model, s = recipe.parallelism, recipe.model, shape(recipe.model)
-    degree, inner = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    parallel = recipe.parallelism
+    model = recipe.model
+    s = shape(recipe.model)
+    degree = parallel.expert_model_parallel_size
+    inner = parallel.expert_tensor_parallel_size
     if not model.num_moe_experts:
         for name, value, nothing in (
             ("expert_model_parallel_size", degree, 1),
@@ -245,7 +258,8 @@ def elastic(recipe: Recipe) -> Iterator[Problem]:
     """Some number of replicas that `train.elastic` names shares the global batch evenly."""
     if recipe.train.elastic is None:
         return
-    (least, most), micro = recipe.train.elastic, recipe.train.micro_batch_size
+    least, most = recipe.train.elastic
+    micro = recipe.train.micro_batch_size
     if least > most:
         yield Problem(
             "train.elastic", f"[{least}, {most}]", "the minimum must not exceed the maximum",

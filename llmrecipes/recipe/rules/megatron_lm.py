@@ -109,7 +109,8 @@ def _not_compared(arguments: Arguments, model: Model, seen: Collection[str]) -> 
     """Keys with another value than the default that no argument was compared with, if there are arguments at all."""
     known = {*seen, *TRAINING_ONLY, *BY_SHAPE, *_without_effect(model)}
     for key, field in type(model).model_fields.items() if arguments else ():
-        default, ours = field.get_default(call_default_factory=True), getattr(model, key)
+        default = field.get_default(call_default_factory=True)
+        ours = getattr(model, key)
         if key not in known and ours != default:
             yield Problem(
                 f"model.{key}",
@@ -255,7 +256,8 @@ def _experts(arguments: Arguments, model: Model) -> Iterator[tuple[str, str, Any
     if name in arguments:
         yield name, name, arguments[name] or None, model.moe_shared_expert_intermediate_size
     if "moe_layer_freq" in arguments:
-        theirs, ours = arguments["moe_layer_freq"], sizes.moe_pattern
+        theirs = arguments["moe_layer_freq"]
+        ours = sizes.moe_pattern
         same = _pattern(theirs, sizes.num_layers) == _pattern(ours, sizes.num_layers)
         yield "moe_layer_freq", "moe_layer_freq", theirs, theirs if same else ours
 

@@ -93,7 +93,9 @@ def _router(model: Model) -> Iterator[Problem]:
 
 
 def _groups(model: Model) -> Iterator[Problem]:
-    groups, chosen, number = model.moe_router_num_groups, model.moe_router_group_topk, model.num_moe_experts or 0
+    groups = model.moe_router_num_groups
+    chosen = model.moe_router_group_topk
+    number = model.num_moe_experts or 0
     if groups is None or chosen is None:
         return
     if number % groups:
@@ -202,7 +204,8 @@ def dispatcher(recipe: Recipe) -> Iterator[Problem]:
     model, parallel = recipe.model, recipe.parallelism
     if not model.num_moe_experts or model.moe_token_dispatcher_type != "flex":  # noqa: S105 - no password
         return
-    key, backend = "model.moe_token_dispatcher_type", recipe.speed.moe_flex_dispatcher_backend or "deepep"
+    key = "model.moe_token_dispatcher_type"
+    backend = recipe.speed.moe_flex_dispatcher_backend or "deepep"
     tensor = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
     if parallel.expert_model_parallel_size * tensor == 1:
         yield Problem(key, "flex without expert parallelism", "flex needs expert or expert-tensor parallelism",

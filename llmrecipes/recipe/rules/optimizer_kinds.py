@@ -65,7 +65,8 @@ def state_names(optimizer: Optimizer, *, of_matrix: bool) -> tuple[str, ...]:
 
 def rules(recipe: Recipe) -> Iterator[Problem]:
     """What an optimizer goes with."""
-    optimizer, kind = recipe.optimizer, recipe.optimizer.optimizer
+    optimizer = recipe.optimizer
+    kind = recipe.optimizer.optimizer
     yield from _keys_of_others(optimizer)
     if kind == "adam":
         return
@@ -100,7 +101,8 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _iterations(optimizer: Optimizer) -> Iterator[Problem]:
-    chosen, number = optimizer.muon_coefficient_type, optimizer.muon_num_ns_steps
+    chosen = optimizer.muon_coefficient_type
+    number = optimizer.muon_num_ns_steps
     length = MUON_STEPS[chosen]
     if chosen == "aol":
         # Its first polynomial is negative above 0.884, and megatron-core divides by the Frobenius norm: a matrix whose

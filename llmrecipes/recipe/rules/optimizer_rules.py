@@ -70,7 +70,9 @@ def require_fused_adam(recipe: Recipe, device: Literal["cpu", "cuda"]) -> None:
 
 def qk_clip(recipe: Recipe) -> Iterator[Problem]:
     """What goes with scaling queries and keys."""
-    optimizer, model, chat = recipe.optimizer, recipe.model, recipe.data.chat
+    optimizer = recipe.optimizer
+    model = recipe.model
+    chat = recipe.data.chat
     if not optimizer.qk_clip:
         return
     obstacles = {
@@ -168,7 +170,9 @@ def _inverse_square_root(recipe: Recipe) -> Iterator[Problem]:
     keys, optimizer = recipe.scheduler, recipe.optimizer
     if keys.lr_decay_style != "inverse-square-root":
         return
-    decay, steps, warmup = decay_iters(recipe), schedule_iters(recipe), keys.lr_warmup_iters
+    decay = decay_iters(recipe)
+    steps = schedule_iters(recipe)
+    warmup = keys.lr_warmup_iters
     if not warmup:
         yield Problem(
             "scheduler.lr_warmup_iters",
@@ -214,7 +218,8 @@ def groups(recipe: Recipe) -> Iterator[Problem]:
             )
     if not all_groups or recipe.lora is not None or recipe.model.mtp_num_layers is not None:
         return  # ranks compare what they build, also adapters and layers of multi-token prediction
-    used, names = _used(recipe.optimizer, recipe.model), list(parameters(recipe.model))
+    used = _used(recipe.optimizer, recipe.model)
+    names = list(parameters(recipe.model))
     for number, each in enumerate(all_groups):
         if each.pattern not in used and [other.pattern for other in all_groups].index(each.pattern) == number:
             yield Problem(

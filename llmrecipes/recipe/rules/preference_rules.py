@@ -88,7 +88,8 @@ def rehearsed_chat(chat: Chat, seq_length: int) -> Chat:
 
 def rules(recipe: Recipe) -> Iterator[Problem]:
     """What preference tuning goes with."""
-    chat, dpo = recipe.data.chat, recipe.dpo
+    chat = recipe.data.chat
+    dpo = recipe.dpo
     pairs = chat is not None and chat.preference is not None
     if dpo is None:
         if pairs:

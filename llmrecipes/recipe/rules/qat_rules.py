@@ -77,7 +77,8 @@ def _groups(recipe: Recipe, group: int | None) -> Iterator[Problem]:
 
 def _shared(model: Model, parallel: Parallelism) -> Iterator[tuple[Matrix, int]]:
     """Rounded matrices, and the ranks that share a row of each."""
-    s, tensor = shape(model), parallel.tensor_model_parallel_size
+    s = shape(model)
+    tensor = parallel.tensor_model_parallel_size
     for experts in sorted({s.moe_layers(number, number + 1) > 0 for number in range(s.num_layers)}):
         for matrix in matrices(model, s, experts=experts):
             ranks = (parallel.expert_tensor_parallel_size or tensor) if matrix.of_experts else tensor

@@ -67,7 +67,8 @@ def chat_sources(recipe: Recipe) -> Iterator[Problem]:
 
 def chat_length(recipe: Recipe) -> Iterator[Problem]:
     """The longest conversation fits into one sequence."""
-    chat, holds = recipe.data.chat, recipe.model.seq_length + 1
+    chat = recipe.data.chat
+    holds = recipe.model.seq_length + 1
     if chat is None or chat.max_length is None:
         return
     rule = "max_length must be from 2 to model.seq_length + 1"
@@ -373,8 +374,10 @@ def _spikes(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _same_results(recipe: Recipe) -> Iterator[Problem]:
-    key, interval = "check_results_across_dp_replicas_interval", recipe.faults.check_results_across_dp_replicas_interval
-    parallel, tensor = recipe.parallelism, recipe.parallelism.tensor_model_parallel_size
+    key = "check_results_across_dp_replicas_interval"
+    interval = recipe.faults.check_results_across_dp_replicas_interval
+    parallel = recipe.parallelism
+    tensor = recipe.parallelism.tensor_model_parallel_size
     if interval is None:
         return
     if recipe.dpo is not None:
@@ -435,7 +438,8 @@ def _loss_chunks(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _sink_settings(recipe: Recipe) -> Iterator[Problem]:
-    tracking, section = recipe.tracking, type(recipe.tracking)
+    tracking = recipe.tracking
+    section = type(recipe.tracking)
     for sink in declared(section, MetricSink):
         for name in settings(section, sink):
             value = getattr(tracking, name)

@@ -52,7 +52,8 @@ def check(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _dimension(recipe: Recipe, search: Search, number: int, dimension: Dimension) -> Iterator[Problem]:
-    where, key = f"search.space.{number}", dimension.key
+    where = f"search.space.{number}"
+    key = dimension.key
     earlier = [dimension.key for dimension in search.space[:number]]
     known = key_of(key)
     if not is_key(key) or (known is not None and known.section):
@@ -127,7 +128,10 @@ def _misfit(recipe: Recipe, key: str, value: object) -> str:
 
 
 def _range(where: str, dimension: Dimension) -> Iterator[Problem]:
-    key, low, high, step = dimension.key, dimension.low, dimension.high, dimension.step
+    key = dimension.key
+    low = dimension.low
+    high = dimension.high
+    step = dimension.step
     if low is None or high is None:
         yield Problem(where, f"{key} has no range", "a key needs low and high, or choices", "low: 1, high: 10")
         return
@@ -239,7 +243,8 @@ def _pruner(recipe: Recipe, search: Search) -> Iterator[Problem]:
             return
     if isinstance(pruner, Wilcoxon):
         evaluations = -(-recipe.train.train_iters // recipe.train.eval_interval)
-        threshold, fewest = pruner.p_threshold, max(2, pruner.n_startup_steps)
+        threshold = pruner.p_threshold
+        fewest = max(2, pruner.n_startup_steps)
         needed = next((count for count in range(fewest, fewest + 64) if 0.5**count < threshold), None)
         if needed is None or evaluations <= needed:
             yield Problem(

@@ -121,7 +121,8 @@ def _values(recipe: Recipe) -> Iterator[Problem]:
 
 def _length(recipe: Recipe) -> Iterator[Problem]:
     """Whether the stages are as long as the run."""
-    last, whole = ends(recipe), recipe.train.train_iters
+    last = ends(recipe)
+    whole = recipe.train.train_iters
     stage = recipe.stages[-1]
     if last[-1] == whole and all(a < b for a, b in zip([0, *last], last, strict=False)):
         return

@@ -15,7 +15,8 @@ _OFFLOAD = ("offload_optimizer", "offload_param")
 
 def engine(recipe: Recipe) -> Iterator[Problem]:
     """Which stages and keys each engine has."""
-    zero, name = recipe.zero, engine_name(recipe)
+    zero = recipe.zero
+    name = engine_name(recipe)
     if name == DEEPSPEED and zero is None:
         yield Problem(
             "zero",
@@ -76,7 +77,8 @@ def optimizer_sharding(recipe: Recipe) -> Iterator[Problem]:
     """`use_distributed_optimizer` and `zero.stage` say the same."""
     if recipe.zero is None:
         return
-    stage, sharded = recipe.zero.stage, recipe.parallelism.use_distributed_optimizer
+    stage = recipe.zero.stage
+    sharded = recipe.parallelism.use_distributed_optimizer
     if sharded != (stage >= 1):
         yield Problem(
             "parallelism.use_distributed_optimizer",
@@ -106,8 +108,10 @@ def unsupported(recipe: Recipe) -> Iterator[Problem]:
     if engine_name(recipe) != DEEPSPEED:
         return
     parallel, model, train = recipe.parallelism, recipe.model, recipe.train
-    virtual, experts = "virtual_pipeline_model_parallel_size", "expert_model_parallel_size"
-    bias, tensor = "moe_router_enable_expert_bias", "expert_tensor_parallel_size"
+    virtual = "virtual_pipeline_model_parallel_size"
+    experts = "expert_model_parallel_size"
+    bias = "moe_router_enable_expert_bias"
+    tensor = "expert_tensor_parallel_size"
     without_pipeline = recipe.zero is None or recipe.zero.stage < 2  # above that `pipeline` reports it
     obstacles = {
         "parallelism.pipeline_model_parallel_size": (
@@ -276,7 +280,8 @@ _EACH = {"0 to 3": "0123", "1 to 3": "123", "1 and 2": "12", "3": "3"}
 
 def zeropp(recipe: Recipe) -> Iterator[Problem]:
     """What DeepSpeed 0.19.8 would compute wrongly with ZeRO++, silently; `plan.sharding` has the rules on ranks."""
-    zero, tensor = recipe.zero, recipe.parallelism.tensor_model_parallel_size
+    zero = recipe.zero
+    tensor = recipe.parallelism.tensor_model_parallel_size
     if zero is None or engine_name(recipe) != DEEPSPEED:
         return
     over_all_ranks = {"zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,

@@ -336,7 +336,8 @@ def resolve(recipe: Recipe, target: SpeedTarget) -> tuple[FeatureChoice, ...]:
 
 
 def _choice(name: str, feature: Feature, recipe: Recipe, target: SpeedTarget) -> FeatureChoice:
-    key, wanted = f"speed.{name}", getattr(recipe.speed, name)
+    key = f"speed.{name}"
+    wanted = getattr(recipe.speed, name)
     # A switch that does not apply is off; megatron-core has a default of its own for any other value.
     off = False if isinstance(wanted, bool) or Speed.model_fields[name].annotation == Switch else None
     missing = feature.recipe(recipe)

@@ -57,7 +57,8 @@ def bf16_layers(recipe: Recipe) -> tuple[int, int]:
     speed = recipe.speed
     if not speed.first_last_layers_bf16:
         return 0, 0
-    first, last = speed.num_layers_at_start_in_bf16, speed.num_layers_at_end_in_bf16
+    first = speed.num_layers_at_start_in_bf16
+    last = speed.num_layers_at_end_in_bf16
     return 1 if first is None else first, 1 if last is None else last
 
 
@@ -93,7 +94,9 @@ def _uneven(recipe: Recipe, multiple: int) -> str | None:
 
 def _sizes(recipe: Recipe) -> Iterator[tuple[str, int]]:
     """Tokens and widths of the products of a layer on one rank."""
-    model, parallel, s = recipe.model, recipe.parallelism, shape(recipe.model)
+    model = recipe.model
+    parallel = recipe.parallelism
+    s = shape(recipe.model)
     tensor = parallel.tensor_model_parallel_size
     of_experts = parallel.expert_tensor_parallel_size or tensor
     shared = parallel.context_parallel_size * (tensor if parallel.sequence_parallel else 1)

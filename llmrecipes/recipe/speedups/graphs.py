@@ -87,7 +87,8 @@ def _implementation(recipe: Recipe) -> str | None:
 
 
 def _modules(recipe: Recipe) -> str | None:
-    speed, s = recipe.speed, shape(recipe.model)
+    speed = recipe.speed
+    s = shape(recipe.model)
     if speed.cuda_graph_impl is None:
         return "only used with cuda_graph_impl"
     if routed := sorted(name for name in speed.cuda_graph_modules or () if name.startswith("moe")):

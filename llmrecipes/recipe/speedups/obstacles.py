@@ -100,8 +100,11 @@ def flex(recipe: Recipe) -> str | None:
 
 
 def context(recipe: Recipe) -> str | None:
-    parallel, model, kind = recipe.parallelism, recipe.model, recipe.speed.cp_comm_type
-    size, tensor = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    parallel = recipe.parallelism
+    model = recipe.model
+    kind = recipe.speed.cp_comm_type
+    size = parallel.context_parallel_size
+    tensor = parallel.tensor_model_parallel_size
     if size == 1:
         return "context_parallel_size is 1"
     if kind is None or kind == "p2p":

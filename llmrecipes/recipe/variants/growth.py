@@ -118,7 +118,8 @@ def load_grown(path: Path, growth: Growth, overrides: Sequence[str]) -> tuple[Re
 
 def _keys(small: Recipe, growth: Growth) -> dict[str, Any]:
     """Keys of the grown recipe; what an unset key would derive from a size that grows stays as it is."""
-    model, s = small.model, shape(small.model)
+    model = small.model
+    s = shape(small.model)
     keys: dict[str, Any] = {}
     if growth.layers:
         keys["model.num_layers"] = growth.layers
@@ -153,7 +154,8 @@ def _layers(model: Model, growth: Growth) -> tuple[Layer, ...]:
 
 def _refused(small: Recipe, growth: Growth) -> Iterator[UserError]:
     """Sizes and models that cannot grow so."""
-    model, s = small.model, shape(small.model)
+    model = small.model
+    s = shape(small.model)
     now = {
         "layers": s.num_layers, "hidden_size": s.hidden_size, "ffn_hidden_size": s.ffn_hidden_size,
         "moe_ffn_hidden_size": s.moe_ffn_hidden_size, "heads": s.num_attention_heads, "experts": s.num_moe_experts,
@@ -236,7 +238,8 @@ def _unchanged(small: Recipe, grown: Recipe, keys: dict[str, Any]) -> Iterator[P
     if small.model.position_embedding_type != "learned_absolute" or small.model.max_position_embeddings:
         free |= {"seq_length"}
     for name in Model.model_fields:
-        before, after = keys.get(f"model.{name}", getattr(small.model, name)), getattr(grown.model, name)
+        before = keys.get(f"model.{name}", getattr(small.model, name))
+        after = getattr(grown.model, name)
         if before != after and name not in free:
             yield Problem(f"model.{name}", f"{after}, but {before} in the grown model",
                           "only the sizes given as options may change", "remove it")  # fmt: skip

@@ -253,7 +253,10 @@ def _even(width: float, limit: int) -> int:
 SUFFIX, ITERS = "-smoke", 20
 NOT_IN_REHEARSALS = [key for key in Checkpoint.model_fields if key.startswith(("keep_", "non_persistent_", "also_"))]
 # Elements: of a reduction, of what ZeRO-3 gathers at a time, and of parameters that it leaves whole.
-MAX_BUCKET, MAX_GATHERED, MAX_WHOLE, MAX_RANK = 1_000_000, 100_000, 100, 4
+MAX_BUCKET = 1_000_000
+MAX_GATHERED = 100_000
+MAX_WHOLE = 100
+MAX_RANK = 4
 
 
 def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:

@@ -148,7 +148,9 @@ def _sizes(recipe: Recipe, options: PruneOptions) -> list[str]:
     """
     if options.unstructured:
         return ["train.keep_zeros=true"]
-    model, sizes, kept = recipe.model, shape(recipe.model), 1 - (options.ratio or 0)
+    model = recipe.model
+    sizes = shape(recipe.model)
+    kept = 1 - (options.ratio or 0)
     if options.method == "depth":
         return [f"model.num_layers={_left('layers', sizes.num_layers, kept)}"]
     if options.method == "experts":
@@ -197,7 +199,10 @@ def _left(what: str, number: int, share: float, multiple: int = 1) -> int:
 
 def check(before: Recipe, after: Recipe, *, unstructured: bool) -> Iterator[Problem]:
     """What keeps the new model from being made of parts of the run's."""
-    old, new, ours, theirs = shape(before.model), shape(after.model), before.model, after.model
+    old = shape(before.model)
+    new = shape(after.model)
+    ours = before.model
+    theirs = after.model
     if before.name == after.name:
         yield Problem(
             "name", f"{after.name!r} is the run's name", "the new model needs a different name", "remove name"

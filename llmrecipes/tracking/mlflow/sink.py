@@ -138,7 +138,8 @@ def add_metrics(run_dir: Path, runs_dir: Path, values: Mapping[str, float], step
     """
     try:
         known = read_json(run_dir / RUN_FILE, root=run_dir, most=RECORD)
-        named, identity = str(known["tracking_uri"]), {name: str(known[name]) for name in ("run_id", "key")}
+        named = str(known["tracking_uri"])
+        identity = {name: str(known[name]) for name in ("run_id", "key")}
     except (OSError, ValueError, KeyError, TypeError):
         return "MLflow does not have this run; the results are only in the run's directory"
     uri = tracking_uri(runs_dir)

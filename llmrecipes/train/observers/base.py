@@ -106,7 +106,9 @@ class Observers(tuple[Observer, ...]):
     def begin(self, joined: Joined, loop: Loop, stack: ExitStack) -> None:
         """Begin with a stage; they forget its loop when `stack` closes, so that its engine can be freed."""
         for each in self:
-            each.joined, each.loop, each.stack = joined, loop, stack
+            each.joined = joined
+            each.loop = loop
+            each.stack = stack
             stack.callback(vars(each).pop, "loop")
             each.begin()
 

@@ -40,7 +40,9 @@ class Exports(Observer):
     """
 
     def __init__(self, spec: RunSpec) -> None:
-        self._recipe, self._run, self._data_dir = spec.recipe, spec.run, spec.data_dir
+        self._recipe = spec.recipe
+        self._run = spec.run
+        self._data_dir = spec.data_dir
         self._saved: SimpleQueue[int] = SimpleQueue()
         self._waiting: int | None = None
         self._left_out: list[int] = []
@@ -148,7 +150,8 @@ class Exports(Observer):
     def _next(self) -> list[Note]:
         if self._running is not None or self._waiting is None:
             return []
-        step, self._waiting = self._waiting, None
+        step = self._waiting
+        self._waiting = None
         environment = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         arguments = [str(self._run.path), str(step), str(self._data_dir), str(os.getpid())]
@@ -175,10 +178,12 @@ class Exports(Observer):
     def _ended(self) -> list[Note]:
         if self._running is None or self._running[1].poll() is None:
             return []
-        (step, process), self._running = self._running, None
+        step, process = self._running
+        self._running = None
         self.joined.store.held.discard(step)
         said, _ = process.communicate()
-        left_out, self._left_out = self._left_out, []
+        left_out = self._left_out
+        self._left_out = []
         more = {"left_out": left_out} if left_out else {}
         if process.returncode == 0:
             return [Note(step=step, event="exported", details=json.loads(said) | more)]

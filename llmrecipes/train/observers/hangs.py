@@ -33,7 +33,8 @@ class Hangs(Observer):
         profiled = bool(self.joined.spec.profile_steps)
         if (wanted := limits(self.loop.plan.recipe, profiled=profiled)) is not None:
             token = of_first_rank(secrets.token_hex(4))  # reports of an earlier start are not those of this one
-            folder, world = self.joined.spec.run.hang(token), self.loop.world
+            folder = self.joined.spec.run.hang(token)
+            world = self.loop.world
             self._heartbeat = self.stack.enter_context(
                 watched(wanted, folder, rank=world.rank, world_size=world.size, collectives=last_collectives)
             )
@@ -64,7 +65,8 @@ class Hangs(Observer):
 
 def limits(recipe: Recipe, *, profiled: bool = False) -> HangLimits | None:
     """Of a recipe's watchdog; None: it has none."""
-    least, first = recipe.faults.rank_heartbeat_timeout, recipe.faults.initial_rank_heartbeat_timeout
+    least = recipe.faults.rank_heartbeat_timeout
+    first = recipe.faults.initial_rank_heartbeat_timeout
     if least == "learned":
         return HangLimits(PROFILED_SECONDS if profiled else LEARNED_SECONDS, first, learned=True)
     return None if least is None else HangLimits(least, first)

@@ -23,7 +23,8 @@ class LossAlarms(Observer):
 
     def after_step(self, done: StepDone) -> None:
         """Judge a step."""
-        step, result = done.progress.step, done.result
+        step = done.progress.step
+        result = done.result
         if result.skipped:
             details = {"loss_scale": result.loss_scale, "skipped_steps": done.progress.skipped_steps}
             self.loop.tracker.note(Note(step=step, event="overflow_skipped", details=details))

@@ -33,7 +33,8 @@ class Measured(Observer):
 
     def end(self) -> None:
         """Compare with what was predicted; a collective of all ranks."""
-        loop, predicted = self.loop, self.joined.spec.predicted
+        loop = self.loop
+        predicted = self.joined.spec.predicted
         platform = loop.engine.platform
         # Of the rank with the highest peak.
         most = torch.tensor(platform.peak_memory(), dtype=torch.int64, device=platform.device)
@@ -60,12 +61,14 @@ class Measured(Observer):
 
 def line(values: Mapping[str, float]) -> str:
     """One line for the summary."""
-    step, memory = values["measured/step_seconds"], values["measured/memory_bytes"]
+    step = values["measured/step_seconds"]
+    memory = values["measured/memory_bytes"]
     text = f"measured: {step:.4g} s a step (median of {values['measured/steps']:.0f})"
     room = f"at most {memory / GIB:.2f} GiB a rank"
     if "predicted/step_seconds" not in values:
         return f"{text}, {room}"
-    time, held = values["predicted/step_seconds"], values["predicted/memory_bytes"]
+    time = values["predicted/step_seconds"]
+    held = values["predicted/memory_bytes"]
     return (
         f"{text}, predicted {time:.4g} s ({time / step - 1:+.0%}); "
         f"{room}, predicted {held / GIB:.2f} GiB ({held / memory - 1:+.0%})"

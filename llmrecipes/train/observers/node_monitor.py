@@ -62,7 +62,8 @@ class NodeReadings:
     """
 
     def __init__(self, memory: mmap.mmap, wake: int | None = None) -> None:
-        self._memory, self._wake = memory, wake
+        self._memory = memory
+        self._wake = wake
         self._before = (0.0,) * (2 * len(GAUGES))
         self._totals: dict[str, float] = {}
         self._last: dict[str, float] = {}
@@ -72,7 +73,8 @@ class NodeReadings:
         values = self._read()
         if not values[0]:
             return {}
-        sums, totals = values[1 : 1 + 2 * len(GAUGES)], dict(zip(TOTALS, values[1 + 2 * len(GAUGES) :], strict=True))
+        sums = values[1 : 1 + 2 * len(GAUGES)]
+        totals = dict(zip(TOTALS, values[1 + 2 * len(GAUGES) :], strict=True))
         for index, name in enumerate(GAUGES):
             grown, count = (sums[2 * index + part] - self._before[2 * index + part] for part in (0, 1))
             if count:
@@ -94,7 +96,8 @@ class NodeReadings:
         """
         if self._wake is None:
             return
-        samples, end = self._read()[0], time.monotonic() + within
+        samples = self._read()[0]
+        end = time.monotonic() + within
         os.eventfd_write(self._wake, 1)
         while self._read()[0] == samples and time.monotonic() < end:
             time.sleep(0.001)
@@ -118,7 +121,8 @@ def monitored(folder: Path, *, model: Literal["codecarbon"] | None = None) -> It
     """
     file = os.memfd_create("node")
     os.ftruncate(file, _FORMAT.size)
-    memory, wake = mmap.mmap(file, _FORMAT.size), os.eventfd(0)
+    memory = mmap.mmap(file, _FORMAT.size)
+    wake = os.eventfd(0)
     command = [sys.executable, "-m", __name__, *map(str, (os.getpid(), file, wake, folder)), model or ""]
     # In a Slurm job codecarbon would run scontrol, on every node at the same time.
     environment = {name: value for name, value in os.environ.items() if name not in ("SLURM_JOB_ID", "SLURM_JOBID")}
@@ -147,7 +151,10 @@ class NodeSampler:
     def __init__(
         self, folder: Path, gpus: Gpus | None, powercap: Path = POWERCAP, model: Modelled | None = None
     ) -> None:
-        self._folder, self._gpus, self._powercap, self._model = folder, gpus, powercap, model
+        self._folder = folder
+        self._gpus = gpus
+        self._powercap = powercap
+        self._model = model
         self._sums = dict.fromkeys(GAUGES, 0.0)
         self._counts = dict.fromkeys(GAUGES, 0)
         self._samples = 0
@@ -180,7 +187,8 @@ class NodeSampler:
             if not math.isnan(value):
                 self._sums[name] += value
                 self._counts[name] += 1
-        self._samples, self._at = self._samples + 1, now
+        self._samples = self._samples + 1
+        self._at = now
         pairs = (value for name in GAUGES for value in (self._sums[name], float(self._counts[name])))
         return _FORMAT.pack(float(self._samples), *pairs, *(self._totals[name] for name in TOTALS))
 

@@ -102,7 +102,8 @@ def table(kernels: Iterable[Kernel], window: float, steps: int, device: str) -> 
     names: defaultdict[str, float] = defaultdict(float)
     busy, reached = 0.0, float("-inf")
     for kernel in ordered:
-        seconds, kind = (kernel.end - kernel.begin) * 1e-6 / steps, kind_of(kernel.name)
+        seconds = (kernel.end - kernel.begin) * 1e-6 / steps
+        kind = kind_of(kernel.name)
         kinds[kind] += seconds
         calls[kind] += 1
         names[kernel.name] += seconds

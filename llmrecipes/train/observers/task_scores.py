@@ -75,7 +75,8 @@ class TaskEvaluations(Observer):
             return loop.stop.requested
 
         loop.observers.beat("tasks", step)
-        rows, tokenizer = loop.plan.recipe.train.micro_batch_size, self.joined.prepared.tokenizer()
+        rows = loop.plan.recipe.train.micro_batch_size
+        tokenizer = self.joined.prepared.tokenizer()
         with loop.engine.params_synced():
             lead = RankZeroScorer(loop.engine.scorer(), loop.world, tokenizer, rows, stop)
             try:

@@ -89,7 +89,8 @@ class Telemetry(Observer):
 
     def begin(self) -> None:
         """Measure this rank, and on the first rank of a node the node; a collective of all ranks."""
-        loop, spec = self.loop, self.joined.spec
+        loop = self.loop
+        spec = self.joined.spec
         tracking = loop.plan.recipe.tracking
         self._on_gpu = on_gpu = loop.engine.platform.name == "cuda"
         self._clock = self.stack.enter_context(waits_counted(on_gpu=on_gpu))
@@ -100,7 +101,8 @@ class Telemetry(Observer):
         self._phases: dict[str, float] = {}
         self._reported_phases: dict[str, float] = {}
         self._data_before = 0.0
-        self._steps, self._step_number = _MeasuredSteps(), 0
+        self._steps = _MeasuredSteps()
+        self._step_number = 0
         self._pending: dist.Work | None = None
         size = loop.world.size, len(RANK_COLUMNS) + len(COLUMNS)
         self._row = torch.zeros(size[1], dtype=torch.float32, pin_memory=on_gpu)
@@ -118,7 +120,8 @@ class Telemetry(Observer):
         """The phase before is measured."""
         now = time.perf_counter()
         self._phases[self._phase] = self._phases.get(self._phase, 0.0) + now - self._since
-        self._phase, self._since = phase, now
+        self._phase = phase
+        self._since = now
         if phase == "step" and step is not None:
             self._step_number += 1
             self._data_before = self._phases.get("data", 0.0)
@@ -132,7 +135,8 @@ class Telemetry(Observer):
             What the ranks did up to the step before, on the first rank at a measured step.
         """
         if self._clock.counting and self._step_number > SETTLING_STEPS:
-            data, waited = self._phases.get("data", 0.0) - self._data_before, self._clock.take()
+            data = self._phases.get("data", 0.0) - self._data_before
+            waited = self._clock.take()
             self._steps.data.append(data)
             self._steps.waited.append(waited)
             self._steps.own.append(max(0.0, seconds - data - waited))
@@ -199,7 +203,8 @@ class Telemetry(Observer):
         return self._report(step, self._read.numpy().astype(np.float64), ended=ended)
 
     def _wait(self, work: dist.Work) -> None:
-        counting, self._clock.counting = self._clock.counting, False
+        counting = self._clock.counting
+        self._clock.counting = False
         work.wait()
         self._clock.counting = counting
 
@@ -246,13 +251,15 @@ class Telemetry(Observer):
         """Joules of all ranks since the last time, by the cluster profile; 0 without one."""
         if self.joined.spec.costs is None or self.joined.spec.costs.watts_per_gpu is None:
             return 0.0
-        before, self._energy_at = self._energy_at, time.monotonic()
+        before = self._energy_at
+        self._energy_at = time.monotonic()
         return (self._energy_at - before) * self.joined.spec.costs.watts_per_gpu * self.loop.world.size
 
     def _xids(self, step: int, of_nodes: dict[str, NDArray[np.float64]]) -> list[Note]:
         notes = []
         for rank in np.flatnonzero(of_nodes["xid_count"] > 0):
-            node, code = self._names[rank], int(of_nodes["xid_code"][rank])
+            node = self._names[rank]
+            code = int(of_nodes["xid_code"][rank])
             text = f"a GPU of {node} reported Xid {code}: {XID}"
             details = {"node": node, "code": code, "text": text}
             notes.append(Note(step=step, event="xid", details=details, alarm=True))
@@ -273,7 +280,8 @@ class Telemetry(Observer):
 
     def _left_out(self, step: int) -> Note | None:
         """Have the nodes of lasting stragglers left out, where several nodes and a job that can do so run this."""
-        reports, path = self.loop.plan.recipe.faults.straggler_exclude_reports, os.environ.get(BAD_NODES)
+        reports = self.loop.plan.recipe.faults.straggler_exclude_reports
+        path = os.environ.get(BAD_NODES)
         if reports is None or not path or self._stragglers is None or self.loop.stop.requested:
             return None
         nodes = sorted({self._names[rank] for rank in self._stragglers.slow_for(reports)})
@@ -300,7 +308,8 @@ class Telemetry(Observer):
         if not self._on_gpu:
             return {"memory_resident_bytes": float(resident)}
         device = self.loop.engine.platform.device
-        allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        allocated = torch.cuda.max_memory_allocated(device)
+        reserved = torch.cuda.max_memory_reserved(device)
         return dict(zip(MEMORY, map(float, (allocated, reserved, resident)), strict=True))
 
 

@@ -61,7 +61,8 @@ class WaitClock:
             else:
                 waiting.append((before, behind))
         self._pairs = waiting
-        seconds, self._seconds = self._seconds, 0.0
+        seconds = self._seconds
+        self._seconds = 0.0
         return seconds
 
     def _event(self) -> torch.cuda.Event:
@@ -81,7 +82,8 @@ class WaitClock:
 @contextmanager
 def waits_counted(*, on_gpu: bool) -> Iterator[WaitClock]:
     """Count the waits of this process while the block runs."""
-    clock, real = WaitClock(on_gpu=on_gpu), Work.wait
+    clock = WaitClock(on_gpu=on_gpu)
+    real = Work.wait
 
     def wait(work: Work, *arguments: Any, **options: Any) -> Any:
         return clock.wait(real, work, *arguments, **options)

@@ -82,18 +82,21 @@ class StoredTensor:
         """
         low = np.asarray(offset, np.int64)
         high = np.minimum(low + np.asarray(shape, np.int64), np.asarray(self.shape, np.int64))
-        first, last = 0, len(self.columns[0])
+        first = 0
+        last = len(self.columns[0])
         if self.shape:
             # Only stored slices of its layers are compared. If rows are not sorted, `covered` fails below.
             first = int(np.searchsorted(self._starts, low[0] - self.longest + 1, "left"))
             last = int(np.searchsorted(self._starts, high[0], "left"))
         offsets, sizes = slices_of([column[first:last] for column in self.columns], len(self.shape))
         overlapping = np.flatnonzero(((offsets < high) & (offsets + sizes > low)).all(1))
-        offsets, sizes = offsets[overlapping], sizes[overlapping]
+        offsets = offsets[overlapping]
+        sizes = sizes[overlapping]
         places = np.stack([column[first:last][overlapping].astype(np.int64) for column in self.columns[:3]], 1)
         self._require_inside(offsets, sizes)
         require_places(self.name, places, self.file_sizes)
-        starts, ends = np.maximum(offsets, low), np.minimum(offsets + sizes, high)
+        starts = np.maximum(offsets, low)
+        ends = np.minimum(offsets + sizes, high)
         if not covered(np.maximum(high - low, 0), starts - low, ends - starts):
             raise ValueError(f"{self.name!r}: stored slices leave gaps or overlap in {shape} at {offset}")
         return StoredSlices(offsets, sizes, places)
@@ -176,7 +179,9 @@ def covered(shape: npt.ArrayLike, offsets: Numbers, sizes: Numbers) -> bool:
     if not whole.all():
         return True  # there are none
     cut = ~((offsets == 0) & (sizes == whole)).all(0)  # others are the same for all slices
-    whole, starts, ends = whole[cut], offsets[:, cut], (offsets + sizes)[:, cut]
+    whole = whole[cut]
+    starts = offsets[:, cut]
+    ends = (offsets + sizes)[:, cut]
     if not whole.size:
         return len(offsets) == 1
     steps = np.concatenate(([1], np.cumprod(whole[:0:-1] + 1)))[::-1]

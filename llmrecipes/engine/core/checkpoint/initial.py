@@ -93,7 +93,8 @@ class _StackedSlice(NamedTuple):
 
 def _stacked_slices(shards: Iterable[ShardedTensor]) -> Iterator[_StackedSlice]:
     for shard in shards:
-        depth, name = shard.prepend_axis_num, global_name(shard)
+        depth = shard.prepend_axis_num
+        name = global_name(shard)
         rows = torch.empty(shard.local_shape, device="meta")
         for part in split_rows(slice_of(shard, rows), READ_AT_ONCE):
             offset = (*shard.global_offset[:depth], *part.offset)

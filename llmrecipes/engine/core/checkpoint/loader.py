@@ -265,8 +265,10 @@ def _slice_reads(entry: Entry, index: Index, shard: ShardedTensor) -> Iterator[_
         parts = stored.slices(shard.global_offset, shape)
     except ValueError as problem:
         raise unfit(entry.path, str(problem)) from problem
-    low, high = np.asarray(shard.global_offset, np.int64), np.asarray(shape, np.int64) + shard.global_offset
-    starts, ends = np.maximum(parts.offsets, low), np.minimum(parts.offsets + parts.sizes, high)
+    low = np.asarray(shard.global_offset, np.int64)
+    high = np.asarray(shape, np.int64) + shard.global_offset
+    starts = np.maximum(parts.offsets, low)
+    ends = np.minimum(parts.offsets + parts.sizes, high)
     for number, place in enumerate(parts.places.tolist()):
         elements, target_index = (
             as_index(starts[number] - origin, ends[number] - origin) for origin in (parts.offsets[number], low)

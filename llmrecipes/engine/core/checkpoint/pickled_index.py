@@ -17,7 +17,9 @@ from llmrecipes.engine.core.checkpoint.index import DTYPES, Described, ObjectRec
 _CHECKPOINT = "torch.distributed.checkpoint"
 MOST_BYTES = 1 << 28
 """Bytes of the largest pickle that is read: that of a training on 16,384 ranks has fewer."""
-_LINE, _LINES, _UNKNOWN = -1, -2, -3
+_LINE = -1
+_LINES = -2
+_UNKNOWN = -3
 _WIDTHS = {
     pickletools.TAKEN_FROM_ARGUMENT1: -10, pickletools.TAKEN_FROM_ARGUMENT4: -40,
     pickletools.TAKEN_FROM_ARGUMENT4U: -40, pickletools.TAKEN_FROM_ARGUMENT8U: -80,
@@ -60,7 +62,8 @@ class InertRecord(metaclass=_Sealed):
 
     def __new__(cls, *arguments: Any) -> InertRecord:
         instance = super().__new__(cls)
-        instance.arguments, instance.state = arguments, None
+        instance.arguments = arguments
+        instance.state = None
         return instance
 
     def __setstate__(self, state: Any) -> None:
@@ -127,7 +130,9 @@ def require_bounded(content: bytes) -> None:
     Raises:
         pickle.UnpicklingError: a number is larger than the pickle, or it has an operation that does not exist.
     """
-    size, position, stop = len(content), 0, ord(pickle.STOP)
+    size = len(content)
+    position = 0
+    stop = ord(pickle.STOP)
     while position < size:
         operation = content[position]
         if operation == stop:

@@ -81,7 +81,8 @@ class StoredWeights:
             parts = stored.slices(offset, shape)
         except ValueError as problem:
             raise unfit(self._entry.path, str(problem)) from problem
-        low, high = np.asarray(offset), np.asarray(offset) + shape
+        low = np.asarray(offset)
+        high = np.asarray(offset) + shape
         whole: torch.Tensor | None = None
         for start, size, place in zip(parts.offsets, parts.sizes, parts.places.tolist(), strict=True):
             value = self._part(stored, place, tuple(size.tolist()))
@@ -90,7 +91,8 @@ class StoredWeights:
                 break
             if whole is None:
                 whole = torch.empty(shape, dtype=stored.dtype)
-            first, last = np.maximum(start, low), np.minimum(start + size, high)
+            first = np.maximum(start, low)
+            last = np.minimum(start + size, high)
             whole[as_index(first - low, last - low)] = value[as_index(first - start, last - start)]
         if whole is None:
             raise unfit(self._entry.path, f"{stored.name!r} has no elements")
@@ -133,7 +135,10 @@ class _Window(io.RawIOBase):
     """A range of a file as a file: torch's own cannot be read from its end, where the table of a zip file is."""
 
     def __init__(self, stream: io.BufferedReader, start: int, length: int) -> None:
-        self._stream, self._start, self._length, self._at = stream, start, length, 0
+        self._stream = stream
+        self._start = start
+        self._length = length
+        self._at = 0
 
     def readable(self) -> bool:
         return True
@@ -185,7 +190,8 @@ def weights_of(key: str, stored: StoredTensor) -> Iterator[tuple[str, StoredWeig
     number, rest = match.groups()
     stacked = number is None
     for layer in range(*stored.shape[:1]) if stacked else (int(number),):
-        front, before = f"decoder.layers.{layer}.", (layer,) if stacked else ()
+        front = f"decoder.layers.{layer}."
+        before = (layer,) if stacked else ()
         yield from _of_layer(front, rest, stored, before)
 
 

@@ -91,7 +91,8 @@ class SdpaCoreAttention(MegatronModule):
 
     def drop_by(self, masks: Masks, place: str) -> None:
         """Take the masks of dropout from here on from these, which need the whole matrix of scores."""
-        self._masks, self._place = masks, place
+        self._masks = masks
+        self._place = place
 
     def forward(
         self,
@@ -189,7 +190,8 @@ class SdpaCoreAttention(MegatronModule):
     def _attend_over_context(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float
     ) -> torch.Tensor:
-        size, rank = self.context_group.size(), self.context_group.rank()
+        size = self.context_group.size()
+        rank = self.context_group.rank()
         key, value = (in_sequence_order(_gather(part, self.context_group), size) for part in (key, value))
         length = query.size(0) // 2
         parts = []
@@ -361,7 +363,8 @@ def lengths(boundaries: torch.Tensor, row: int) -> list[list[int]]:
         boundaries: from `attention_mask`, in host memory.
         row: tokens of a row.
     """
-    places, rows = boundaries.tolist(), list[list[int]]()
+    places = boundaries.tolist()
+    rows = list[list[int]]()
     for begin, end in pairwise(places):
         if begin % row == 0:
             rows.append([])

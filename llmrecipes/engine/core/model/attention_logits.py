@@ -54,10 +54,12 @@ def largest_logits(
     """
     parts = [(query, 0)]
     if group is not None:
-        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        size = dist.get_world_size(group)
+        rank = dist.get_rank(group)
         gathered = key.new_empty(size * key.size(0), *key.shape[1:])
         dist.all_gather_into_tensor(gathered, key.contiguous(), group=group)
-        key, length = in_sequence_order(gathered, size), query.size(0) // 2
+        key = in_sequence_order(gathered, size)
+        length = query.size(0) // 2
         parts = list(zip(query.split(length), (rank * length, (2 * size - 1 - rank) * length), strict=True))
     allowed = None if mask is None else _allowed(mask, query.size(0), query.size(1))
     return torch.stack([_largest(queries, key, first, allowed) for queries, first in parts]).amax(0) * scale

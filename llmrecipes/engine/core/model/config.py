@@ -207,7 +207,8 @@ def optimizer_overrides(config: OptimizerConfig, recipe: Recipe, modules: Iterab
     Raises:
         UserError: see `groups.overrides`.
     """
-    optimizer, factors = recipe.optimizer, mup(recipe.model)
+    optimizer = recipe.optimizer
+    factors = mup(recipe.model)
     by_pattern = groups.overrides(modules, optimizer)
     if factors is None and not by_pattern:
         return None

@@ -34,7 +34,8 @@ Rows = Sequence[tuple[int, int]]
 _WORDS, _BLOCK = 1 << 32, 4
 _AT_ONCE = 1 << 22
 """Words that a GPU draws together: 8 bytes each, and those of some operations besides."""
-_MULTIPLIERS, _STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
 class Masks:
@@ -47,11 +48,9 @@ class Masks:
 
     def __init__(self, plan: Plan, *, compiled: bool = False) -> None:
         recipe = plan.recipe
-        self._seed, self._length, self._heads = (
-            recipe.train.seed,
-            recipe.model.seq_length,
-            plan.shape.num_attention_heads,
-        )
+        self._seed = recipe.train.seed
+        self._length = recipe.model.seq_length
+        self._heads = plan.shape.num_attention_heads
         self._micro_batch_size = recipe.train.micro_batch_size
         self._data = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         self._context = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
@@ -164,7 +163,9 @@ class EmbeddingDropout(torch.nn.Module):
 
     def __init__(self, masks: Masks, probability: float) -> None:
         super().__init__()
-        self.masks, self.p, self.place = masks, probability, "embedding"
+        self.masks = masks
+        self.p = probability
+        self.place = "embedding"
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """[s, b, h], of this rank's part of the sequence."""
@@ -177,7 +178,8 @@ def another_use(dropout: torch.nn.Module, place: str) -> Iterator[None]:
     if not isinstance(dropout, EmbeddingDropout):
         yield
         return
-    before, dropout.place = dropout.place, place
+    before = dropout.place
+    dropout.place = place
     try:
         yield
     finally:
@@ -192,7 +194,8 @@ class BiasDropoutAdd:
     """
 
     def __init__(self, masks: Masks, place: str) -> None:
-        self._masks, self._place = masks, place
+        self._masks = masks
+        self._place = place
 
     def __call__(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
         """A function as megatron-core's."""
@@ -306,10 +309,18 @@ def words(low: torch.Tensor, high: torch.Tensor, rows: torch.Tensor, blocks: int
     """
     mask = _WORDS - 1
     block = torch.arange(blocks, device=rows.device)[None]
-    c0, c1, c2, c3 = block, (rows & mask)[:, None], (rows >> 32)[:, None], torch.zeros_like(block)
+    c0 = block
+    c1 = (rows & mask)[:, None]
+    c2 = (rows >> 32)[:, None]
+    c3 = torch.zeros_like(block)
     for _ in range(10):
         # The product of two words wraps around in int64, which has the same bits.
-        first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (second >> 32 & mask) ^ c1 ^ low, second & mask, (first >> 32 & mask) ^ c3 ^ high, first & mask
-        low, high = low + _STEPS[0] & mask, high + _STEPS[1] & mask
+        first = c0 * _MULTIPLIERS[0]
+        second = c2 * _MULTIPLIERS[1]
+        c0 = (second >> 32 & mask) ^ c1 ^ low
+        c1 = second & mask
+        c2 = (first >> 32 & mask) ^ c3 ^ high
+        c3 = first & mask
+        low = low + _STEPS[0] & mask
+        high = high + _STEPS[1] & mask
     return torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), -1).flatten(1)

@@ -242,7 +242,9 @@ class _AboveMean(torch.autograd.Function):
         difference = logits.float().gather(-1, local).squeeze(-1) * here - logits.float().sum(-1) / vocabulary
         torch.distributed.all_reduce(difference, group=parallel_state.get_tensor_model_parallel_group())
         ctx.save_for_backward(local, here)
-        ctx.shape, ctx.dtype, ctx.vocabulary = logits.shape, logits.dtype, vocabulary
+        ctx.shape = logits.shape
+        ctx.dtype = logits.dtype
+        ctx.vocabulary = vocabulary
         return difference
 
     @staticmethod

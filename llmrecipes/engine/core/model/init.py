@@ -121,11 +121,13 @@ def values(
     fan_in = prod(shape[1:])
     distribution = philox.normal
     if key.endswith(lora.A):
-        distribution, scale = philox.uniform, 1 / math.sqrt(fan_in)
+        distribution = philox.uniform
+        scale = 1 / math.sqrt(fan_in)
     elif key.endswith(EMBEDDINGS) or model.init_method == "normal":
         scale = model.init_method_std
     elif model.init_method == "xavier_uniform":
-        distribution, scale = philox.uniform, math.sqrt(6 / (fan_in + fan_out))
+        distribution = philox.uniform
+        scale = math.sqrt(6 / (fan_in + fan_out))
     else:
         scale = math.sqrt(2 / fan_in)
     if key.endswith(OUTPUT_PROJECTIONS):

@@ -75,7 +75,8 @@ def _base(layer: Any, config: TransformerConfig) -> _Base:
             layer.tp_group, layer.explicit_expert_comm, layer.sequence_parallel,
             isinstance(layer, ColumnParallelLinear) and layer.gather_output,
         )  # fmt: skip
-    by_rows, ranks = layer.parallel_mode == "row", layer._tp_group.size()
+    by_rows = layer.parallel_mode == "row"
+    ranks = layer._tp_group.size()
     width, height = layer.in_features, layer.out_features  # of this rank
     return _Base(
         layer, width * ranks if by_rows else width, height if by_rows else height * ranks, by_rows, False,
@@ -95,7 +96,10 @@ class Adapter(torch.nn.Module):
 
     def __init__(self, base: _Base, config: TransformerConfig, lora: Lora, *, gated: bool) -> None:
         super().__init__()
-        self._config, self._scale, self._dropout, self._gated = config, lora.scale, lora.dropout, gated
+        self._config = config
+        self._scale = lora.scale
+        self._dropout = lora.dropout
+        self._gated = gated
         self._by_rows, self._expert = base.by_rows, base.is_expert
         self.is_off = False
         """Whether the layer computes what it does without it (`dpo`: the reference)."""

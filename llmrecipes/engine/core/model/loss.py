@@ -253,7 +253,8 @@ def chunked_losses(
         [b, s] in fp32.
     """
     size, length = labels.shape
-    target, shares = labels.t().reshape(-1), None if weights is None else weights.t().reshape(-1)
+    target = labels.t().reshape(-1)
+    shares = None if weights is None else weights.t().reshape(-1)
     rows = hidden.reshape(-1, hidden.size(-1))
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         losses = _ChunkedLosses.apply(rows, weight, target, None if hidden.dtype == torch.float16 else shares, how)
@@ -302,7 +303,9 @@ class _ChunkedLosses(torch.autograd.Function):
         how: Chunking,
     ) -> torch.Tensor:
         """[n] from hidden states [n / ranks with sequence parallelism, h], labels and weights [n]."""
-        ctx.how, ctx.dtype, ctx.one_pass = how, weight.dtype, weights is not None
+        ctx.how = how
+        ctx.dtype = weight.dtype
+        ctx.one_pass = weights is not None
         tokens = how.split.all_tokens(hidden)
         grads = _Gradients(tokens, weight, ctx.needs_input_grad, how) if weights is not None else None
         losses, totals = [], []
@@ -348,7 +351,9 @@ class _Gradients:
     """Gradients of hidden states [n, h] and weight [rows, h], chunk by chunk."""
 
     def __init__(self, tokens: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, ...], how: Chunking) -> None:
-        self._tokens, self._weight, self._how = tokens, weight, how
+        self._tokens = tokens
+        self._weight = weight
+        self._how = how
         self.hidden = torch.empty_like(tokens) if needed[0] else None
         self.weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
 
@@ -388,7 +393,8 @@ def _of_logits(
     how: Chunking,
 ) -> torch.Tensor:
     """Gradient of the logits, [n, rows]; arguments as of `_Gradients.add`."""
-    rows, smoothing = values.size(-1), how.smoothing
+    rows = values.size(-1)
+    smoothing = how.smoothing
     local, has = how.split.local(labels, rows)
     weighted = weights.float()[:, None]
     spread = smoothing / (rows * how.split.ranks) * weighted if smoothing else None

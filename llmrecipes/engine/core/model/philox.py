@@ -52,7 +52,8 @@ def bits(key: int, shape: Sequence[int], offset: Sequence[int], size: Sequence[i
     result = np.empty(prod(size), np.uint32)
     filled = 0
     # numpy increments the counter before each block.
-    generator, at = np.random.Philox(counter=(1 << 256) - 1, key=key), 0
+    generator = np.random.Philox(counter=(1 << 256) - 1, key=key)
+    at = 0
     for start, length in runs(shape, offset, size):
         for first in range(start, start + length, CHUNK):
             taken = min(start + length - first, CHUNK)
@@ -61,7 +62,8 @@ def bits(key: int, shape: Sequence[int], offset: Sequence[int], size: Sequence[i
             generator.advance(block - at)
             words = generator.random_raw(blocks * 4).view(np.uint32)
             result[filled : filled + taken] = words[skipped : skipped + taken]
-            filled, at = filled + taken, block + blocks
+            filled = filled + taken
+            at = block + blocks
     return result
 
 

@@ -134,7 +134,10 @@ def _keep_freed_memory() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read by torch at its first allocation
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # only in glibc
-        m_trim_threshold, m_top_pad, m_mmap_max, m_arena_max = -1, -2, -4, -8
+        m_trim_threshold = -1
+        m_top_pad = -2
+        m_mmap_max = -4
+        m_arena_max = -8
         mallopt(m_mmap_max, 0)
         mallopt(m_trim_threshold, 2**31 - 1)
         mallopt(m_top_pad, 256 * 2**20)

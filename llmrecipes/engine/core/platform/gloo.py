@@ -28,7 +28,9 @@ def share_device() -> None:
         options = timeout
         if isinstance(timeout, timedelta):
             options = gloo._Options()
-            options._devices, options._threads, options._timeout = [_device()], THREADS, timeout
+            options._devices = [_device()]
+            options._threads = THREADS
+            options._timeout = timeout
         real(group, store, rank, size, options)
 
     replace("torch.distributed.ProcessGroupGloo", "__init__", init)

@@ -58,7 +58,10 @@ class MetaPlatform:
     device = META
 
     def __init__(self, rank: int, world_size: int, kernels: str, skew: float) -> None:
-        self._rank, self._world_size, self._kernels, self._skew = rank, world_size, kernels, skew
+        self._rank = rank
+        self._world_size = world_size
+        self._kernels = kernels
+        self._skew = skew
 
     def install(self) -> None:
         install_kernels(self._kernels)

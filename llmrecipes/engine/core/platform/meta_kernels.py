@@ -20,10 +20,13 @@ from llmrecipes.engine.core.model.layer_spec import LatentAttention, PlainQuerie
 from llmrecipes.engine.core.model.loss import CompiledLossKernels
 from llmrecipes.engine.core.platform.patching import replace, resolve
 
-_FUNCTIONAL, _ATTENTION = "torch.nn.functional", "llmrecipes.engine.core.model.attention"
-_SWIGLU, _DROPOUT = "megatron.core.fusions.fused_bias_swiglu", "megatron.core.fusions.fused_bias_dropout"
+_FUNCTIONAL = "torch.nn.functional"
+_ATTENTION = "llmrecipes.engine.core.model.attention"
+_SWIGLU = "megatron.core.fusions.fused_bias_swiglu"
+_DROPOUT = "megatron.core.fusions.fused_bias_dropout"
 _GELU = "llmrecipes.engine.core.platform.gelu"
-_ROPE, _GPT = "llmrecipes.engine.core.platform.rope", "llmrecipes.engine.core.model.gpt"
+_ROPE = "llmrecipes.engine.core.platform.rope"
+_GPT = "llmrecipes.engine.core.model.gpt"
 _LATENT = "megatron.core.transformer.multi_latent_attention"
 _REPLACED = (
     (_FUNCTIONAL, "scaled_dot_product_attention"),
@@ -109,7 +112,8 @@ def _unfused_attention(
     heads that have keys and values of their own."""
     if key.size(1) < query.size(1):
         groups = query.size(1) // key.size(1)
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        key = key.repeat_interleave(groups, 1)
+        value = value.repeat_interleave(groups, 1)
     probabilities = _dropout(torch.softmax(query @ key.transpose(2, 3), -1), dropout_p)
     return probabilities @ value
 
@@ -249,7 +253,8 @@ class _RingAttention(torch.autograd.Function):
 
 def _rotate(tensors: Sequence[torch.Tensor], group: Any) -> None:
     """Send to the next rank and receive from the previous one, once for each other rank; in one message."""
-    ranks, group_rank = dist.get_process_group_ranks(group), group.rank()
+    ranks = dist.get_process_group_ranks(group)
+    group_rank = group.rank()
     sent = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
     received = torch.empty_like(sent)
     for _ in range(len(ranks) - 1):
@@ -355,7 +360,8 @@ def counts(assignments: int, experts: int, hot: int, skew: float) -> list[int]:
         skew: at least 1; bounded by what there is.
     """
     most = min(assignments, round(skew * assignments / experts))
-    rest, others = assignments - most, experts - 1
+    rest = assignments - most
+    others = experts - 1
     counts = [most] * experts
     for number, expert in enumerate(expert for expert in range(experts) if expert != hot):
         counts[expert] = rest // others + (number < rest % others)

@@ -66,7 +66,8 @@ def _loopback_store(port: int, size: int, timeout: timedelta) -> dist.Store:
     try:
         listener = socket.create_server((LOOPBACK, port), backlog=max(128, size))
     except OSError as error:
-        where, fix = f"{LOOPBACK}:{port}", "stop what listens there (ss -ltnp), or start again for another port"
+        where = f"{LOOPBACK}:{port}"
+        fix = "stop what listens there (ss -ltnp), or start again for another port"
         raise UserError(f"the port cannot be used: {error.strerror}", where=where, fix=fix) from error
     # The store closes it.
     return dist.TCPStore(LOOPBACK, port, size, is_master=True, timeout=timeout, master_listen_fd=listener.detach())

@@ -18,7 +18,8 @@ from llmrecipes.engine.core.platform.patching import replace, resolve
 from llmrecipes.hardware.builds import compiled_at_first_call
 
 ROPE = "megatron.core.models.common.embeddings.rope_utils"
-_PLAIN, _FUSED = "_apply_rotary_pos_emb_bshd", "fused_apply_rotary_pos_emb"
+_PLAIN = "_apply_rotary_pos_emb_bshd"
+_FUSED = "fused_apply_rotary_pos_emb"
 
 Rotation = Callable[[torch.Tensor, torch.Tensor, float, bool], torch.Tensor]
 
@@ -75,7 +76,9 @@ class _Rotation(torch.autograd.Function):
     def forward(ctx: Any, values: torch.Tensor, angles: torch.Tensor, mscale: float, rotate: Rotation) -> torch.Tensor:
         """As the values."""
         # Not by `save_for_backward`: megatron-core keeps the angles for all steps, also those of an evaluation.
-        ctx.angles, ctx.mscale, ctx.rotate = angles, mscale, rotate
+        ctx.angles = angles
+        ctx.mscale = mscale
+        ctx.rotate = rotate
         return rotate(values, angles, mscale, False)
 
     @staticmethod
@@ -102,7 +105,8 @@ def three_passes(values: torch.Tensor, angles: torch.Tensor, mscale: float, back
         result = torch.empty_like(values, memory_format=torch.contiguous_format)
         torch.mul(values[..., :width], cosines, out=result[..., :width])
         result[..., width:] = values[..., width:]
-    (first, second), (sine, other) = values[..., :width].chunk(2, -1), sines.chunk(2, -1)
+    first, second = values[..., :width].chunk(2, -1)
+    sine, other = sines.chunk(2, -1)
     head, tail = result[..., :width].chunk(2, -1)
     if back:
         head.addcmul_(second, other)

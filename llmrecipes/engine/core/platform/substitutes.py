@@ -132,7 +132,8 @@ def default_group(tp_group: Any, is_expert: bool = False, check_initialized: boo
     return group(check_initialized=check_initialized)
 
 
-ROUTER, METHOD = "megatron.core.transformer.moe.router.TopKRouter", "apply_input_jitter"
+ROUTER = "megatron.core.transformer.moe.router.TopKRouter"
+METHOD = "apply_input_jitter"
 COUNT, ROUTING = "_apply_expert_bias", "routing"
 """Of `ROUTER`: adds to the tokens of each expert; chooses experts, and then counts."""
 
