@@ -21,6 +21,7 @@ from llmrecipes.engine.core.platform.substitutes import GroupStepAdamW
 from llmrecipes.hardware import nvidia
 from llmrecipes.hardware.builds import compiled_at_first_call
 from llmrecipes.hardware.cluster import DetectedGpu
+from tests.helpers import tiny_on, write_recipe
 from tests.refusals import refused
 
 # -- patching --------------------------------------------------------------------------------------------------------
@@ -75,6 +76,16 @@ print(torch.compile.__module__, bool(importlib.import_module("torch.utils.tensor
 """
     command = [sys.executable, "-W", "ignore", "-c", code]
     assert subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout == "[]\ntorch True\n"
+
+
+@pytest.mark.rotating
+def test_a_run_trains_and_ends_without_the_compiler(corpus: Path, tmp_path: Path) -> None:
+    """It takes a second to import, also of the time that a run has to stop."""
+    path = write_recipe(tiny_on(corpus, train={"train_iters": 2}), tmp_path)
+    words = ["train", path, "--run-id", "r", "--no-sample", "--runs-dir", str(tmp_path), "--data-dir", str(tmp_path)]
+    code = f"import sys; from llmrecipes.cli.app import run; print(run({words!r}), 'torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0 False"
 
 
 def test_a_function_is_compiled_at_its_first_call() -> None:

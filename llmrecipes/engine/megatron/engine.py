@@ -320,7 +320,10 @@ class MegatronEngine:
             destroy_user_buffers()
         if self._recorded is not None:
             self._recorded.close()
-        torch.use_deterministic_algorithms(self._deterministic)
+        if (
+            torch.are_deterministic_algorithms_enabled() != self._deterministic
+        ):  # this imports torch's compiler: a second
+            torch.use_deterministic_algorithms(self._deterministic)
         # megatron-core replaces it for the whole process (reduce_scatter_with_fp32_accumulation).
         patching.replace(GRADIENT_BUFFERS, "dist_reduce_scatter_func", dist.reduce_scatter_tensor)
         for chunk in self.chunks:
