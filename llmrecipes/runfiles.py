@@ -132,7 +132,7 @@ class RunFiles:
 
     @property
     def lease(self) -> Path:
-        """Of the newest local job; a newer job replaces it, which ends the earlier one should it still run."""
+        """Lease of the newest local job; a newer job replaces it, which ends the earlier one should it still run."""
         return self.logs / "lease.json"
 
     def hang(self, token: str) -> Path:

@@ -203,7 +203,7 @@ def noise(values: Iterable[float]) -> float:
 
 
 def median_of(values: Iterable[float]) -> float:
-    """Of at least one value; the module statistics takes twice as long for the few of a window."""
+    """Median of at least one value; the module statistics takes twice as long for the few of a window."""
     ordered = sorted(values)
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2

@@ -55,7 +55,7 @@ class Balance:
 
 
 class LayerMeasurements(NamedTuple):
-    """Of one step."""
+    """Measurements of layers in one step."""
 
     layers: Mapping[str, Mapping[str, Any]]
     """See `StepMetrics.layers`."""
@@ -122,7 +122,7 @@ class Precomputation(Protocol):
 
     @property
     def together(self) -> int:
-        """Of how many micro-batches a multiple is passed in each call of `values`."""
+        """Each call of `values` gets a multiple of this number of micro-batches."""
 
     @property
     def writes(self) -> bool:

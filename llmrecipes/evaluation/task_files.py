@@ -69,7 +69,7 @@ class TaskFile:
 
     @property
     def name(self) -> str:
-        """Of the group, or of the task."""
+        """Name of the group, or of the task."""
         return str(self.values.get("group") or self.values["task"])
 
     @property

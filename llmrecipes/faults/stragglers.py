@@ -50,7 +50,7 @@ def slowness(own: Floats, work: Sequence[float]) -> Floats:
 
 
 def _median_of_others(values: Floats) -> Floats:
-    """Of each value, the median of the values without it; sorts once, for 16,384 of them."""
+    """For each value, the median of the others; sorts once, for 16,384 of them."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     places = np.empty(len(values), np.int64)

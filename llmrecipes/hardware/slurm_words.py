@@ -38,5 +38,5 @@ def gpus_of(gres: str) -> int | None:
 
 
 def _count(words: list[str]) -> int:
-    """Of the words after `gpu`: a type, a count or both; without a count it is 1."""
+    """Count in the words after `gpu`, which are a type, a count or both; without a count it is 1."""
     return int(words[-1]) if words and words[-1].isdecimal() else 1

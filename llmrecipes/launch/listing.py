@@ -43,7 +43,7 @@ def _ref(folder: Path) -> JobRef | None:
 
 
 def _statuses(refs: list[JobRef]) -> dict[JobRef, JobStatus]:
-    """Of the jobs of each scheduler that answers."""
+    """Statuses of the jobs of each scheduler that answers."""
     groups: dict[str, list[JobRef]] = defaultdict(list)
     for ref in refs:
         groups[ref.launcher].append(ref)

@@ -82,12 +82,12 @@ class Finetuning:
 
     @property
     def folder(self) -> Path:
-        """Of the recipe and the exported model."""
+        """Folder of the recipe and the exported model."""
         return self.out or Path(f"{recipe_name(self.model)[:58]}-{'lora' if self.lora else 'sft'}")
 
     @property
     def name(self) -> str:
-        """Of the recipe."""
+        """Name of the recipe."""
         return recipe_name(self.folder.absolute().name)
 
     @property

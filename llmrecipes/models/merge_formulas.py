@@ -214,7 +214,7 @@ def _divisor(weights: Sequence[float]) -> float:
 
 
 def _cosine(first: Tensor, second: Tensor) -> float:
-    """Of the angle between two tensors, in fp64: a sum of a billion products in fp32 is not accurate."""
+    """Cosine of the angle between two tensors, in fp64: a sum of a billion products in fp32 is not accurate."""
     dot = square_first = square_second = 0.0
     pairs = zip(first.flatten().split(CHUNK), second.flatten().split(CHUNK), strict=True)
     for one, two in ((one.double(), two.double()) for one, two in pairs):

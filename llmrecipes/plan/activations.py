@@ -185,7 +185,7 @@ class PerToken:
 
     @cached_property
     def _expert_parts(self) -> tuple[float, float, float, float]:
-        """Of the router, of tokens as they are dispatched, inside the experts and inside the shared experts."""
+        """Bytes in the router, of tokens as they are dispatched, inside the experts and inside the shared experts."""
         s, model, element = self.shape, self.recipe.model, self.element
         visits = float(model.moe_router_topk)
         if model.moe_expert_capacity_factor is not None and model.moe_pad_expert_input_to_capacity:

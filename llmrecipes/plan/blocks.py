@@ -63,7 +63,7 @@ class Layers:
 
     @property
     def parameters(self) -> int:
-        """Of one layer."""
+        """Parameters of one layer."""
         return sum(block.parameters for block in self.blocks)
 
 
@@ -104,13 +104,13 @@ class Graph:
 
     @property
     def parameters(self) -> int:
-        """Of the model, without adapters."""
+        """Parameters of the model, without adapters."""
         ends = self.embedding.parameters + self.norm.parameters + self.output.parameters
         return ends + sum(layer.parameters * len(layer.numbers) for layer in self.layers) + self.predicting
 
     @property
     def predicting(self) -> int:
-        """Of all layers of multi-token prediction."""
+        """Parameters of all layers of multi-token prediction."""
         return self.predictions * sum(block.parameters for block in self.prediction)
 
     def kinds(self) -> tuple[int, ...]:

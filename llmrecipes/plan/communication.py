@@ -65,7 +65,7 @@ class Calls:
 
 @dataclass(frozen=True)
 class Communication:
-    """Of the stage that communicates longest."""
+    """Communication of the stage that communicates longest."""
 
     stage: int
     parts: tuple[Calls, ...]

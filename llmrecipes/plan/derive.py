@@ -438,7 +438,7 @@ def _on_rank(recipe: Recipe, s: Shape, laid_out: Layout, stage: int, device: str
 
 
 def _flops(recipe: Recipe, s: Shape, *, causal: bool) -> float:
-    """Of a token in all passes of a step, with the forward pass of a teacher or a reference."""
+    """FLOPs of a token in all passes of a step, with the forward pass of a teacher or a reference."""
     _, frozen = count_frozen(recipe)
     own = passes(recipe.train) * (flops_per_token(recipe.model, s, causal=causal, lora=recipe.lora) - 2.0 * frozen)
     if has_reference(recipe):

@@ -124,7 +124,7 @@ def _element(plan: Plan) -> int:
 
 
 def _tokens(plan: Plan) -> int:
-    """Of a micro-batch on one context-parallel rank."""
+    """Tokens of a micro-batch on one context-parallel rank."""
     recipe = plan.recipe
     return recipe.train.micro_batch_size * recipe.model.seq_length // plan.layout.context_parallel_size
 

@@ -250,7 +250,7 @@ def energy(material: Material) -> str:
 
 
 def used_energy(material: Material) -> Energy | None:
-    """Of all starts, by the profile if one is named; estimated by its power if none was recorded. None: unknown."""
+    """Energy of all starts, by the profile if one is named; estimated by its power if none was recorded."""
     records = material.records
     costs = material.costs
     hours = material.history.rank_hours

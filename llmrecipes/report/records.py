@@ -101,7 +101,7 @@ class Records:
         return float(known[-1]) if known.size else None
 
     def median(self, name: str) -> float | None:
-        """Of the finite numbers of a name; None without one."""
+        """Median of the finite numbers of a name; None without one."""
         return float(np.nanmedian(self[name])) if self.has(name) else None
 
     def of(self, event: str) -> Iterator[dict[str, Any]]:

@@ -228,7 +228,7 @@ class Starter:
         return frozen
 
     def _reader(self, recipe: Recipe, run_id: str) -> Reader:
-        """Of metrics.jsonl, or of MLflow where the run's directory is not on a disk of this machine."""
+        """Reader of metrics.jsonl, or of MLflow where the run's directory is not on a disk of this machine."""
         uri = self.target.launcher_options.get("tracking-uri")
         if self.target.launcher.shares_disk or uri is None:
             return MetricsReader(self.place.run_dir(run_id))

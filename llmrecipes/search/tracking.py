@@ -78,7 +78,7 @@ class StudyTracker:
 
     @property
     def _name(self) -> str:
-        """Of the experiment, which the trials' runs have too."""
+        """Name of the experiment, which the trials' runs have too."""
         return self.recipe.tracking.experiment or self.place.group
 
     def trial_began(self, run_dir: Path, number: int, values: Values) -> bool:

@@ -20,7 +20,7 @@ by `costs.watts_per_gpu` of a cluster profile."""
 
 @dataclass(frozen=True)
 class Energy:
-    """Of a run so far.
+    """Energy of a run so far.
 
     Attributes:
         joules: joules of its machines.
@@ -62,7 +62,7 @@ class Energy:
         return values | {"method": "+".join(self.methods)}
 
     def details(self, tokens: int) -> dict[str, Any]:
-        """Of the note `energy` at the end of a start, by the names of metrics.
+        """Values for the note `energy` at the end of a start, by the names of metrics.
 
         Args:
             tokens: that the run has consumed.

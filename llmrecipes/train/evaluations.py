@@ -66,7 +66,7 @@ def has_record(metrics: Path, step: int, *names: str) -> bool:
 
 
 class HeldOutSet(NamedTuple):
-    """Of a held-out set."""
+    """Result of a held-out set."""
 
     loss: float
     """Mean, in nats per token."""

@@ -149,7 +149,7 @@ def _with(recipe: Recipe, sections: dict[str, dict[str, Any]]) -> Recipe:
 
 
 def _masked(start: int) -> Change:
-    """Of the tokens that count only every second, from the first or the second one."""
+    """Count only every second token of those that count, from the first or the second one."""
 
     def change(batch: Batch) -> Batch:
         mask = batch["loss_mask"].clone()

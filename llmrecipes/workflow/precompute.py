@@ -300,7 +300,7 @@ class Pairs:
         self.lengths = {split: len(samples) for split, samples in self.samples.items()}
 
     def file(self, part: SampleRange) -> Path:
-        """Of a part's values."""
+        """File of a part's values."""
         return self._work / "parts" / f"{part.split}-{part.first:012}-{part.end:012}.npy"
 
     def packed(self, part: SampleRange, values: Sequence[tuple[Any, ...]]) -> bytes:

@@ -49,7 +49,7 @@ class Local:
 
 @dataclass(frozen=True)
 class PerftestResult:
-    """Of one transfer: `latency_us` and `latency_99_us` (half a round trip: median, 99 %) or `gb_per_s` (1e9 bytes)."""
+    """One transfer: `latency_us` and `latency_99_us` (half a round trip: median, 99 %) or `gb_per_s` (1e9 bytes)."""
 
     latency_us: float | None = None
     latency_99_us: float | None = None

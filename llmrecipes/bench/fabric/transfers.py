@@ -65,7 +65,7 @@ class Report:
         return bad_nodes(self.findings)
 
     def share(self, transfer: Transfer) -> float | None:
-        """Of the expected bandwidth."""
+        """Share of the expected bandwidth."""
         if transfer.gb_per_s is None or self.expected_gb_per_s is None:
             return None
         return transfer.gb_per_s / self.expected_gb_per_s

@@ -80,12 +80,12 @@ class ShardOffsets(Record):
 
     @property
     def members(self) -> list[tuple[HeldOutSplit, int]]:
-        """Of which gzip files consist: split, and the byte of its text at which a member begins."""
+        """Members of gzip files: split, and the byte of its text at which one begins."""
         return [(split, at) for split, sizes in self.texts.items() for at in range(0, sum(sizes), MEMBER_BYTES)]
 
 
 def kept_tokens(shards: Shards) -> list[int]:
-    """Of each shard the tokens that are kept of the source whose end is looked for."""
+    """Kept tokens in each shard, of the source whose end is looked for."""
 
     def kept(number: int) -> int:
         return sum(of_split.tokens for of_split in read_item(Item(shards.joining, "counts", number)).splits.values())

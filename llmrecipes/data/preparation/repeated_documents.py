@@ -205,7 +205,7 @@ def judge(shards: Shards, number: int) -> Compared | Decided:
 
 @cache
 def _all_dropped(folder: Path, stage: str, first: int, last: int) -> tuple[np.ndarray, ...]:
-    """Of each item of `repeats` or `near`: shards, and places in them, of the documents that it drops."""
+    """Documents that each item of `repeats` or `near` drops: their shards, and their places in them."""
     files = [Item(folder, stage, number).file for number in range(first, last)]
     return tuple(np.memmap(file, "<i8", "r").reshape(2, -1) for file in files if file.stat().st_size)
 

@@ -295,7 +295,7 @@ class Shards:
         return done
 
     def _file(self, number: int) -> Path:
-        """Of a shard that is published; a network file system may show one of another machine later."""
+        """File of a published shard; a network file system may show one of another machine later."""
         waited = time.monotonic() + _LATE_SECONDS
         while number not in (done := self.published()):
             if time.monotonic() > waited:
@@ -458,7 +458,7 @@ class Shards:
         return all_keys[:used], where[:used]
 
     def digests(self) -> set[bytes]:
-        """Of all documents that are used, kept or not."""
+        """Digests of all documents that are used, kept or not."""
         every = set[bytes]()
         for number in range(len(self.joined)):
             for of_range in range(self.ranges):

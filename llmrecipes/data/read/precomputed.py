@@ -174,7 +174,7 @@ def require_same(then: Mapping[str, Any], now: Mapping[str, Any], where: str) ->
 
 
 def _short(value: Any) -> str:
-    """Of a fact or its name, which the file may make as long as it likes, and of which each character is shown."""
+    """A fact or its name as printable text, shortened: a file may make it as long as it likes."""
     text = value if isinstance(value, str) and value.isprintable() and value else repr(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} ... [{len(text):,} characters]"
 

@@ -81,8 +81,8 @@ def _rows(file: Path) -> Iterator[str]:
 
 
 def _question(row: Any) -> Any:
-    """Of a row that lm-evaluation-harness writes with `--log_samples` the document and its answer: the rest is examples
-    of other documents and what a model said."""
+    """Document and answer of a row that lm-evaluation-harness writes with `--log_samples`: the rest is examples of
+    other documents and what a model said."""
     if isinstance(row, dict) and {"doc_id", "doc", "arguments"} <= set(row):
         return [row["doc"], row.get("target")]
     return row

@@ -25,7 +25,7 @@ _SPLITS = ("test_split", "validation_split")
 
 
 class _TaskLoader(yaml.SafeLoader):
-    """Of a task file only names are used: tags such as `!function` are nothing."""
+    """Loads a task file, of which only names are used: tags such as `!function` are nothing."""
 
 
 _TaskLoader.add_constructor(None, lambda loader, node: None)
@@ -180,7 +180,7 @@ def _cached(dataset: str) -> Path | None:
 
 
 def _of_configuration(paths: list[Path], folder: Path | None, name: Any) -> list[Path]:
-    """Of a dataset with several configurations the files in the folder of one, if it has a folder; else all."""
+    """The files in the folder of a dataset's configuration, if it has a folder; else all."""
     inside = [path for path in paths if folder is not None and str(name) in path.relative_to(folder).parts[:-1]]
     return inside or paths
 

@@ -80,7 +80,7 @@ class TeacherLogits(Precomputed):
         return [each for each in self.kept if each]
 
     def kept_of(self, result: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Of logits [b, s / context-parallel size, padded vocabulary / tensor-parallel size]: few are kept at once."""
+        """What to keep of logits [b, s / context-parallel size, padded vocabulary / tensor-parallel size], a few."""
         rows = result.size(-1)
         count = self._top_k
         first = parallel_state.get_tensor_model_parallel_rank() * rows

@@ -182,7 +182,7 @@ class Parts(tuple[Part, ...]):
             part.load(weights)
 
     def counted(self, batch: Batch, losses: torch.Tensor) -> list[torch.Tensor]:
-        """Of those with numbers."""
+        """Numbers of each part that counts some."""
         return [part.counted(batch, losses) for part in self if part.size]
 
     def add_to(self, totals: torch.Tensor) -> None:
@@ -191,7 +191,7 @@ class Parts(tuple[Part, ...]):
             part.add_to(totals, own)
 
     def after_norm(self, square: torch.Tensor | None) -> dict[Part, torch.Tensor]:
-        """Of those that have some."""
+        """Numbers of the parts that have some then."""
         found = {part: part.after_norm(square) for part in self}
         return {part: local for part, local in found.items() if local is not None}
 
@@ -209,10 +209,10 @@ class Parts(tuple[Part, ...]):
                 part.start()
 
     def fields(self, before: Progress, *, evaluation: bool = False) -> dict[str, Any]:
-        """Of all, or of those that count evaluations."""
+        """Fields of all parts, or of those that count evaluations."""
         asked = [part for part in self if part.in_evaluations or not evaluation]
         return {name: value for part in asked for name, value in part.fields(before).items()}
 
     def progress(self) -> dict[str, Any]:
-        """Of all."""
+        """Progress of all parts."""
         return {name: value for part in self for name, value in part.progress().items()}

@@ -70,7 +70,7 @@ class _NormTable:
 
 
 class _Kept(NamedTuple):
-    """Of an optimizer, between `before_update` and `after_update`."""
+    """What is kept of an optimizer between `before_update` and `after_update`."""
 
     group: Any
     """Over whose ranks its sums are added."""

@@ -208,7 +208,7 @@ class PreferenceLoss(Part):
                 module.train(was)
 
     def loss(self, batch: Batch, losses: torch.Tensor) -> Summed:
-        """Of the pairs of a micro-batch; megatron-core divides by those of the global batch.
+        """Loss of a micro-batch's pairs, summed; megatron-core divides by the number of pairs in the global batch.
 
         Args:
             batch: this rank's part, on the device: with `answers`, and if it was computed before training `reference`,

@@ -33,7 +33,7 @@ class SourceLosses(Part):
         self._sums = [0.0] * self.size
 
     def take(self) -> tuple[float, ...]:
-        """Of the global batches since `start`: summed loss of each source in nats, then tokens of each."""
+        """Sums over the global batches since `start`: loss of each source in nats, then tokens of each."""
         return tuple(self._sums)
 
     def counted(self, batch: Batch, losses: torch.Tensor) -> torch.Tensor:

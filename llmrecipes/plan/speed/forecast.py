@@ -78,14 +78,14 @@ class Forecast:
 
     @property
     def seconds(self) -> float:
-        """Of all steps."""
+        """Seconds of all steps."""
         if self.stages:
             return sum(stage.seconds for stage in self.stages)
         return self.step.seconds * self.plan.full_steps
 
     @property
     def gpu_hours(self) -> float:
-        """Of all steps."""
+        """GPU hours of all steps."""
         return self.seconds * self.plan.layout.world_size / 3600
 
     @property
@@ -459,7 +459,7 @@ def _step(plan: Plan, accelerator: Device) -> StepTime:
 
 
 def forecast_run(run: RunPlan, profile: Profile | None) -> Forecast:
-    """Of a run: the time and cost of all stages, the rest of the largest; arguments and errors as of `forecast`."""
+    """Forecast a run: time and cost of all stages, the rest of the largest; arguments and errors as of `forecast`."""
     stages = tuple(forecast(plan, profile) for plan in run.stages)
     largest = stages[run.stages.index(run.largest)]
     of_run = replace(largest, stages=stages if run.recipe.stages else ())

@@ -69,7 +69,7 @@ class Saving:
 
 
 def saving(plan: Plan, profile: Profile, step: float) -> Saving:
-    """Of a plan on its site.
+    """What saving costs a plan on its site.
 
     Args:
         profile: with the rate of its storage and of its GPUs' failures.

@@ -143,7 +143,7 @@ def _with_links(device: Device, share: float, rails: float, crowd: float, nic: f
 
 
 def forward_seconds(step: StepTime, microbatches: int) -> float:
-    """Of the forward passes of a step by themselves: those of the slowest stage, after the others have their first."""
+    """Seconds of a step's forward passes alone: those of the slowest stage, after the others have their first."""
     stages = [sum(ahead) for ahead, _ in step.passes]
     return microbatches * max(stages) + sum(stages) - max(stages)
 

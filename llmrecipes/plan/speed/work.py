@@ -107,7 +107,7 @@ class Work:
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer."""
+        """Parameters of the attention of one layer."""
         if self.latent[1]:
             query, key, plain, rotated, value = self.latent
             queries = self.heads * (plain + rotated)
@@ -123,17 +123,17 @@ class Work:
 
     @property
     def dense_parameters(self) -> int:
-        """Of one dense MLP."""
+        """Parameters of one dense MLP."""
         return (3 if self.gated else 2) * self.hidden * self.ffn
 
     @property
     def expert_parameters(self) -> int:
-        """Of one expert."""
+        """Parameters of one expert."""
         return (3 if self.gated else 2) * self.hidden * self.moe_ffn
 
     @property
     def shared_parameters(self) -> int:
-        """Of the shared experts of a layer and its router."""
+        """Parameters of the shared experts of a layer and its router."""
         return (3 if self.gated else 2) * self.hidden * self.shared_ffn + self.hidden * self.experts
 
     @property

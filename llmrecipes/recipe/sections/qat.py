@@ -30,7 +30,7 @@ class Qat(Section):
 
     @property
     def bits(self) -> int:
-        """Of a weight."""
+        """Bits of a weight."""
         return BITS[self.scheme]
 
     @property

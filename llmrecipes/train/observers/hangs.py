@@ -64,7 +64,7 @@ class Hangs(Observer):
 
 
 def limits(recipe: Recipe, *, profiled: bool = False) -> HangLimits | None:
-    """Of a recipe's watchdog; None: it has none."""
+    """Limits of a recipe's watchdog; None: it has none."""
     least = recipe.faults.rank_heartbeat_timeout
     first = recipe.faults.initial_rank_heartbeat_timeout
     if least == "learned":

@@ -208,7 +208,7 @@ class NodeSampler:
         return rates
 
     def _joules(self) -> None:
-        """Of the processors, where the kernel lets this user read them (RAPL)."""
+        """Joules of the processors, where the kernel lets this user read them (RAPL)."""
         for package in self._powercap.glob("intel-rapl:*"):
             if package.name.count(":") > 1:  # a part of a package
                 continue

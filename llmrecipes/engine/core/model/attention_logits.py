@@ -43,7 +43,7 @@ def largest_logit(
 def largest_logits(
     query: torch.Tensor, key: torch.Tensor, scale: float, mask: torch.Tensor | None = None, group: Any = None
 ) -> torch.Tensor:
-    """Of each head, over the sequences of this rank and the keys that each query sees: [heads] in fp32 on the device.
+    """Largest logit of each head over this rank's sequences and the keys that a query sees: [heads], fp32, on device.
 
     Args:
         query: [sq, b, heads, channels].

@@ -175,14 +175,14 @@ def _half(values: torch.Tensor, *_others: torch.Tensor) -> torch.Tensor:
 
 
 def _gradient(_gradient: torch.Tensor, values: torch.Tensor, *_others: torch.Tensor) -> torch.Tensor:
-    """Of SwiGLU's input."""
+    """Gradient of SwiGLU's input."""
     return torch.empty_like(values)
 
 
 def _weighted_gradient(
     _gradient: torch.Tensor, values: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of SwiGLU's input and of the weights of its rows."""
+    """Gradients of SwiGLU's input and of the weights of its rows."""
     return torch.empty_like(values), torch.empty_like(weights)
 
 
