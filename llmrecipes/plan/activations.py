@@ -85,7 +85,8 @@ class PerToken:
     @cached_property
     def core(self) -> float:
         """Saved by core attention besides its inputs; freed by recomputing it."""
-        s, model = self.shape, self.recipe.model
+        s = self.shape
+        model = self.recipe.model
         ranks = self.layout.context_parallel_size
         size = s.num_attention_heads * kept_of_a_row(self.recipe, s, self.layout, self.device)
         if self._in_parts:
@@ -121,7 +122,8 @@ class PerToken:
         if not recomputed:
             return Discarded()
         attention = mlp = twice = twice_in_mlp = 0.0
-        latent, tensor = self.recipe.model.multi_latent_attention, self.layout.tensor_model_parallel_size
+        latent = self.recipe.model.multi_latent_attention
+        tensor = self.layout.tensor_model_parallel_size
         inside = self
         if "core_attn" in recomputed:
             inside = replace(self, inputs_only=True)
@@ -133,9 +135,11 @@ class PerToken:
         if "layernorm" in recomputed:
             # The result, and what the norm keeps besides its input.
             if self._separate_norms or latent:
-                attention, twice = attention + self.norm, twice + self.edge
+                attention = attention + self.norm
+                twice = twice + self.edge
             if self._separate_norms or experts:
-                mlp, twice_in_mlp = mlp + self.norm, twice_in_mlp + self.edge
+                mlp = mlp + self.norm
+                twice_in_mlp = twice_in_mlp + self.edge
         if "mlp" in recomputed and not experts:
             mlp += self._dense_inner
         if experts:
@@ -148,7 +152,8 @@ class PerToken:
                 # All but the result of the first product.
                 first = 2 if self.recipe.model.gated_linear_unit else 1
                 activation = hidden * (1 - first / self._scored)
-                mlp, twice_in_mlp = mlp + activation, twice_in_mlp + hidden / self._scored
+                mlp = mlp + activation
+                twice_in_mlp = twice_in_mlp + hidden / self._scored
         return Discarded(attention, mlp, twice, twice_in_mlp)
 
     @cached_property
@@ -186,7 +191,9 @@ class PerToken:
     @cached_property
     def _expert_parts(self) -> tuple[float, float, float, float]:
         """Bytes in the router, of tokens as they are dispatched, inside the experts and inside the shared experts."""
-        s, model, element = self.shape, self.recipe.model, self.element
+        s = self.shape
+        model = self.recipe.model
+        element = self.element
         visits = float(model.moe_router_topk)
         if model.moe_expert_capacity_factor is not None and model.moe_pad_expert_input_to_capacity:
             visits *= model.moe_expert_capacity_factor
@@ -259,7 +266,8 @@ class PerToken:
     @cached_property
     def _value_is_view(self) -> bool:
         """Whether attention in parts reads values in the projection of queries, keys and values itself."""
-        s, model = self.shape, self.recipe.model
+        s = self.shape
+        model = self.recipe.model
         return (
             self.recipe.train.precision == "fp32"
             and s.num_query_groups == s.num_attention_heads
@@ -269,7 +277,9 @@ class PerToken:
 
     @cached_property
     def _attention(self) -> float:
-        model, s, element = self.recipe.model, self.shape, self.element
+        model = self.recipe.model
+        s = self.shape
+        element = self.element
         tensor = self.layout.tensor_model_parallel_size
         # Inputs of the norm and the projection, then the tensors split by heads, with the output projection's input.
         down = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj")
@@ -305,7 +315,8 @@ class PerToken:
 
     def _projected(self, *, gathered: bool) -> int:
         """Width of queries, keys and values as they are projected that is kept: by attention, or by a norm of heads."""
-        s, model = self.shape, self.recipe.model
+        s = self.shape
+        model = self.recipe.model
         whole = s.query_size + s.key_size + s.value_size
         if model.multi_latent_attention:
             return 0 if self._in_parts else s.query_size if gathered else whole
@@ -317,7 +328,9 @@ class PerToken:
 
     def _heads(self, *, rotated: bool) -> float:
         """Queries and keys that are kept besides those that attention reads and the projection they come from."""
-        s, model, size = self.shape, self.recipe.model, 0
+        s = self.shape
+        model = self.recipe.model
+        size = 0
         groups = s.num_query_groups // self.layout.tensor_model_parallel_size
         # Queries of several heads for each of several groups are not contiguous in the projection, and are copied.
         if 1 < groups < s.num_attention_heads // self.layout.tensor_model_parallel_size:

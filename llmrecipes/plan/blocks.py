@@ -126,7 +126,8 @@ class Graph:
 
 def graph(recipe: Recipe) -> Graph:
     """The blocks of a recipe's model, without building it."""
-    model, s = recipe.model, shape(recipe.model)
+    model = recipe.model
+    s = shape(recipe.model)
     with_experts = [s.moe_layers(number, number + 1) > 0 for number in range(s.num_layers)]
     layers = tuple(
         Layers(
@@ -240,7 +241,8 @@ def _experts(model: Model, s: Shape, weights: dict[str, Matrix]) -> Block:
 
 def _prediction(model: Model, s: Shape, *, experts: bool) -> Iterator[Block]:
     """Multi-token prediction: norms of both inputs, their projection, a layer like the last one, and its norm."""
-    h, layer = s.hidden_size, _layer(model, s, experts=experts)
+    h = s.hidden_size
+    layer = _layer(model, s, experts=experts)
     parts = (
         _scales(model, "enorm", h),
         _scales(model, "hnorm", h),
@@ -264,7 +266,8 @@ def _adapters(lora: Lora | None, model: Model, s: Shape, *, experts: bool) -> It
 def _stages(recipe: Recipe, s: Shape, drawing: Graph) -> Iterator[StageBlocks]:
     """As `plan.parameters.count_on_rank`, over all ranks of a stage."""
     per_stage = layers_per_stage(recipe)
-    kinds, last = drawing.kinds(), len(per_stage) - 1
+    kinds = drawing.kinds()
+    last = len(per_stage) - 1
     words = s.vocab_size * s.hidden_size
     first: dict[tuple[int, int], int] = {}
     number = 0

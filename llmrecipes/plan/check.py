@@ -50,7 +50,8 @@ def check(plan: Plan, cluster: Cluster, advise: bool = True) -> None:
         return
     if plan.memory.total <= plan.memory_capacity_bytes:
         _refuse_host(plan, cluster)
-    name, ranks = plan.recipe.name, plan.layout.world_size
+    name = plan.recipe.name
+    ranks = plan.layout.world_size
     parts = {name: size for name, size in plan.memory.as_dict().items() if size and name != "total"}
     needed = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in parts.items())
     place = f"on {cluster.name}" if cluster.name else "on this machine"
@@ -71,7 +72,8 @@ def require_elastic_world(recipe: Recipe, ranks: int) -> None:
     Raises:
         UserError: with the nearest that it does.
     """
-    (least, most), worlds = recipe.train.elastic or (0, 0), elastic_worlds(recipe)
+    least, most = recipe.train.elastic or (0, 0)
+    worlds = elastic_worlds(recipe)
     if ranks in worlds:
         return
     near = [*[n for n in worlds if n < ranks][-1:], *[n for n in worlds if n > ranks][:1]]
@@ -94,7 +96,8 @@ def check_fewer(recipe: Recipe, ranks: int, cluster: Cluster) -> None:
     Raises:
         UserError: the recipe does not fit one of them.
     """
-    (_, most), fitting = recipe.train.elastic or (0, 0), ranks
+    _, most = recipe.train.elastic or (0, 0)
+    fitting = ranks
     for fewer in reversed([n for n in elastic_worlds(recipe) if n < ranks]):
         try:
             check_run(derive_run(recipe, fewer, cluster), cluster, advise=False)

@@ -105,7 +105,8 @@ def _of_stage(plan: Plan, stage: int, profile: Profile, ranks_per_node: int) -> 
 
 def members(name: GroupName, ranks: int, layout: Layout, ranks_per_node: int) -> Members:
     """The first rank's group of a kind, in Megatron's order of ranks."""
-    tensor, context = layout.tensor_model_parallel_size, layout.context_parallel_size
+    tensor = layout.tensor_model_parallel_size
+    context = layout.context_parallel_size
     inner = layout.expert_tensor_parallel_size
     of_stage = tensor * context * layout.data_parallel_size
     apart = {
@@ -165,7 +166,8 @@ def _alike(row: MeasuredLinks, group: Members) -> bool:
 def _interpolated(call: Call, rows: Sequence[MeasuredLinks]) -> float | None:
     """Seconds according to rows of one group, by size; None: larger than all of them hold for."""
     times = [call._replace(payload=row.bytes).volume / (row.bus_gb_per_s * 1e9) for row in rows]
-    size, largest = call.payload, rows[-1].bytes
+    size = call.payload
+    largest = rows[-1].bytes
     if size > largest:
         holds = largest >= LINK_BYTES or size <= MOST_LARGER * largest
         return times[-1] * size / largest if holds else None

@@ -185,7 +185,8 @@ class Plan:
     def _no_headroom(self) -> tuple[str, ...]:
         if not self.fits or self.memory_headroom >= LEAST_HEADROOM:
             return ()
-        needed, capacity = self.memory.total / GIB, self.memory_capacity_bytes / GIB
+        needed = self.memory.total / GIB
+        capacity = self.memory_capacity_bytes / GIB
         return (
             f"memory headroom is {self.memory_headroom:.1%}: a rank needs an estimated {needed:.1f} of "
             f"{capacity:.1f} GiB; "
@@ -308,9 +309,13 @@ def with_chunks(recipe: Recipe, s: Shape, laid_out: Layout, memory: int | None) 
     Args:
         memory: bytes of a GPU, free or not; None: on a CPU.
     """
-    device, most, of_chunk = "cpu", MOST_CPU_LOGITS, CPU_LOGITS_OF_CHUNK
+    device = "cpu"
+    most = MOST_CPU_LOGITS
+    of_chunk = CPU_LOGITS_OF_CHUNK
     if memory is not None:
-        device, most, of_chunk = "cuda", int(MOST_LOGITS * memory), int(LOGITS_OF_CHUNK * memory)
+        device = "cuda"
+        most = int(MOST_LOGITS * memory)
+        of_chunk = int(LOGITS_OF_CHUNK * memory)
     if recipe.train.loss_chunk_tokens is not None or obstacle_to_chunks(recipe):
         return recipe
     whole = logits(recipe, s, laid_out, device)
@@ -401,8 +406,10 @@ def num_microbatches(recipe: Recipe, laid_out: Layout) -> int:
         UserError: the global batch does not divide over the ranks, or the micro-batches not over the stages of an
             interleaved pipeline.
     """
-    micro, whole = recipe.train.micro_batch_size, recipe.train.global_batch_size
-    ranks, stages = laid_out.data_parallel_size, laid_out.pipeline_model_parallel_size
+    micro = recipe.train.micro_batch_size
+    whole = recipe.train.global_batch_size
+    ranks = laid_out.data_parallel_size
+    stages = laid_out.pipeline_model_parallel_size
     together = micro * ranks
     if whole % together:
         sizes = [size for size in range(1, ranks) if whole % (micro * size) == 0]
@@ -415,9 +422,11 @@ def num_microbatches(recipe: Recipe, laid_out: Layout) -> int:
         )
     number = whole // together
     if varies(recipe):
-        words, group = f"micro_batch_size {micro} × data-parallel size {ranks}", 1
+        words = f"micro_batch_size {micro} × data-parallel size {ranks}"
+        group = 1
         if laid_out.virtual_pipeline_model_parallel_size > 1:
-            words, group = f"{words} × pipeline_model_parallel_size {stages}", stages
+            words = f"{words} × pipeline_model_parallel_size {stages}"
+            group = stages
         require_divisible(recipe, together * group, words)
     if laid_out.virtual_pipeline_model_parallel_size > 1 and number % stages:
         raise UserError(

@@ -30,7 +30,9 @@ svg.graph { display: block; max-width: 34rem; width: 100%; }
 
 WIDE = 380
 """Units of the picture's width; text has eleven."""
-LINE, PAD, GAP = 15, 6, 14
+LINE = 15
+PAD = 6
+GAP = 14
 COLOURS = {"embedding": 0, "norm": 5, "attention": 3, "mlp": 2, "experts": 1, "join": 4, "layer": 4, "output": 0}
 """Of the classes f0 to f5 (`report.charts`)."""
 NORMS = ("input_layernorm", "pre_mlp_layernorm")
@@ -50,7 +52,8 @@ def picture(graph: Graph) -> str:
         many = len(layers.numbers)
         notes = [f"{ranges(layers.numbers)}; each {number(layers.parameters)}"] if many > 1 else []
         notes += ["in turn with those of the other kind, as below"] if graph.alternates else []
-        title, count = f"{many:,} {_kind(layers, many)}", number(many * layers.parameters)
+        title = f"{many:,} {_kind(layers, many)}"
+        count = number(many * layers.parameters)
         _frame(drawn, title, count, layers.blocks, notes, layers.adapters)
     drawn.arrow()
     drawn.box(graph.norm)
@@ -100,7 +103,9 @@ class _Column:
     """SVG elements from top to bottom, between two edges."""
 
     def __init__(self, left: float, right: float) -> None:
-        self.left, self.right, self.y = left, right, 4.0
+        self.left = left
+        self.right = right
+        self.y = 4.0
         self._parts: list[str] = []
 
     def add(self, element: str) -> None:
@@ -125,7 +130,8 @@ class _Column:
             self.add(f'<text class="{kind}" x="{self.right - PAD:g}" y="{at}">{text(right)}</text>')
 
     def arrow(self) -> None:
-        middle, end = (self.left + self.right) / 2, self.y + GAP
+        middle = (self.left + self.right) / 2
+        end = self.y + GAP
         self.add(f'<path class="flow" d="M{middle:g} {self.y:g}V{end - 4:g}"/>')
         self.add(f'<path class="tip" d="M{middle - 3.5:g} {end - 5:g}h7l-3.5 5z"/>')
         self.y = end
@@ -140,7 +146,8 @@ class _Column:
         for part in block.parts if block.kind not in ("norm", "layer") else ():
             self.part(part)
         self.y += 4
-        high, wide = self.y - top, self.right - self.left
+        high = self.y - top
+        wide = self.right - self.left
         colour = f'<rect class="f{COLOURS[block.kind]}" x="{self.left:g}" y="{top:g}" width="4" height="{high:g}"/>'
         box = f'<rect class="box" x="{self.left:g}" y="{top:g}" width="{wide:g}" height="{high:g}"/>'
         self._parts.insert(mark, box + colour)
@@ -165,8 +172,10 @@ def _frame(
     for note in notes:
         drawn.line(note, "note")
     drawn.gap(4)
-    drawn.left, drawn.right = left + 26, edge - 8
-    past, middle = left + 13, (drawn.left + drawn.right) / 2
+    drawn.left = left + 26
+    drawn.right = edge - 8
+    past = left + 13
+    middle = (drawn.left + drawn.right) / 2
     split = drawn.y
     for place, block in enumerate(blocks):
         if place:
@@ -200,7 +209,9 @@ def _strip(drawn: _Column, graph: Graph) -> None:
     many = f"{len(graph.kinds()):,} layers on {stages:,} pipeline stages"
     drawn.line(f"{many}{f' of {chunks} chunks' if chunks > 1 else ''}" if stages > 1 else "Layers in order", "title")
     drawn.line("from left to right, then the next row" if chunks > 1 else "from left to right", "note")
-    wide, kinds, high = (drawn.right - drawn.left) / stages, graph.kinds(), 18
+    wide = (drawn.right - drawn.left) / stages
+    kinds = graph.kinds()
+    high = 18
     paths: dict[int, list[str]] = {}
     for stage, held in enumerate(graph.stages):
         for chunk, (first, layers) in enumerate(held.chunks):
@@ -210,7 +221,8 @@ def _strip(drawn: _Column, graph: Graph) -> None:
             cells = [*before, *cells, *(after if chunk == chunks - 1 else [])]
             width = (wide - 2) / max(1, len(cells))
             for place, kind in enumerate(cells):
-                left, top = drawn.left + stage * wide + 1 + place * width, drawn.y + chunk * (high + 4) + 3
+                left = drawn.left + stage * wide + 1 + place * width
+                top = drawn.y + chunk * (high + 4) + 3
                 paths.setdefault(kind, []).append(f"M{left:.1f} {top:g}h{width:.1f}v{high}h-{width:.1f}z")
     for kind, path in sorted(paths.items()):
         drawn.add(f'<path class="cell f{kind}" d="{"".join(path)}"/>')

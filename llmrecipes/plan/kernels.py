@@ -38,7 +38,8 @@ def kept_of_a_row(recipe: Recipe, s: Shape, layout: Layout, device: str) -> floa
     """
     if not keeps_scores(recipe, s, device):
         return 4.0
-    element, keys = 4 if recipe.train.precision == "fp32" else 2, recipe.model.seq_length
+    element = 4 if recipe.train.precision == "fp32" else 2
+    keys = recipe.model.seq_length
     matrices = recipe.train.micro_batch_size * s.num_attention_heads // layout.tensor_model_parallel_size
     in_kernel = element == 2 and keys in _SOFTMAX_KEYS and keys % 8 == 0 and matrices % 4 == 0
     kept = element if in_kernel or element == 4 else 4 + element
@@ -115,7 +116,8 @@ def emulated_bf16(recipe: Recipe, cluster: Cluster) -> tuple[str, ...]:
     """A warning if the run would multiply in bf16 on a CPU that only emulates it."""
     if cluster.device != "cpu" or cluster.cpu_has_bf16:
         return ()
-    optimizer, cpu = recipe.optimizer, "on this CPU, which has no bf16 instructions"
+    optimizer = recipe.optimizer
+    cpu = "on this CPU, which has no bf16 instructions"
     if recipe.train.precision == "bf16":
         return (f"train.precision bf16 is several times slower than fp32 {cpu}",)
     if optimizer.optimizer == "muon" and optimizer.muon_fp32_matmul_prec == "medium":

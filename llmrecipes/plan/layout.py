@@ -59,7 +59,8 @@ class Layout:
 
         It is where the loss is, unless a model predicts `predictions` more tokens: then the last layer has it with it.
         """
-        stages, chunks = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
+        stages = self.pipeline_model_parallel_size
+        chunks = self.virtual_pipeline_model_parallel_size
         places = [(stage, chunk) for chunk in range(chunks) for stage in range(stages)]
         with_layers = [(stage, chunk) for stage, chunk in places if self.layers_per_stage[stage][chunk]]
         return with_layers[-1] if predictions else places[-1]
@@ -73,7 +74,8 @@ def layout(recipe: Recipe, world_size: int, cluster: Cluster) -> Layout:
     """
     parallel = recipe.parallelism
     _check_machine(parallel, world_size, cluster)
-    tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    tensor = parallel.tensor_model_parallel_size
+    stages = parallel.pipeline_model_parallel_size
     dense = model_parallel_size(parallel)
     if world_size % dense:
         raise UserError(
@@ -135,7 +137,9 @@ def _check_machine(parallel: Parallelism, world_size: int, cluster: Cluster) -> 
         raise UserError(f"{world_size} ranks", where="--nproc", rule="a run needs at least one rank")
     if not cluster.gpus:
         return
-    gpus, tensor, near = len(cluster.gpus), parallel.tensor_model_parallel_size, cluster.gpus_per_domain
+    gpus = len(cluster.gpus)
+    tensor = parallel.tensor_model_parallel_size
+    near = cluster.gpus_per_domain
     if tensor > near or (world_size > tensor and near % tensor):
         one, many = ("an NVLink domain", "NVLink domains") if cluster.nvlink_domain else ("a node", "nodes")
         raise UserError(
@@ -212,7 +216,8 @@ def _product(parallel: Parallelism, dense: int) -> str:
 
 def _ranks(recipe: Recipe, world_size: int, least: int) -> str:
     """Numbers of ranks that fit the degrees, and tensor-parallel sizes that fit the ranks and the model."""
-    fix, parallel = f"{multiples(world_size, least)} ranks", recipe.parallelism
+    fix = f"{multiples(world_size, least)} ranks"
+    parallel = recipe.parallelism
     others = parallel.pipeline_model_parallel_size * parallel.context_parallel_size
     if world_size % others == 0 and not recipe.model.num_moe_experts:
         near = divisors(

@@ -70,8 +70,10 @@ def of_a_prediction(recipe: Recipe, s: Shape, layout: Layout, device: str) -> tu
     It comes after that of the main loss, whose gradients of the hidden states and the weight, in the precision of both,
     wait for those of the prediction.
     """
-    fused, chunk = in_kernels(recipe, device), recipe.train.loss_chunk_tokens
-    tokens, waiting = tokens_of_a_micro_batch(recipe, layout), _of_output(recipe, s, layout)
+    fused = in_kernels(recipe, device)
+    chunk = recipe.train.loss_chunk_tokens
+    tokens = tokens_of_a_micro_batch(recipe, layout)
+    waiting = _of_output(recipe, s, layout)
     if not s.mtp_num_layers or not (fused or chunk):
         return None
     if not chunk:
@@ -85,7 +87,8 @@ def of_a_prediction(recipe: Recipe, s: Shape, layout: Layout, device: str) -> tu
 
 def _gradients_of_chunks(recipe: Recipe, s: Shape, layout: Layout, chunk: int, fused: bool) -> tuple[float, float]:
     """Bytes of the gradients that the chunks of a loss add up to, and of what exists while one is computed."""
-    tokens, trained = tokens_of_a_micro_batch(recipe, layout), recipe.lora is None
+    tokens = tokens_of_a_micro_batch(recipe, layout)
+    trained = recipe.lora is None
     element = _element(recipe)
     weight = s.vocab_size // layout.tensor_model_parallel_size * s.hidden_size
     gradients = element * tokens * s.hidden_size + 4 * weight * trained

@@ -138,7 +138,8 @@ def differing_stages(recipe: Recipe, s: Shape, layout: Layout) -> Iterator[int]:
     Of two inner stages with the same layers the later one has fewer micro-batches in flight, so that a plan of 64
     stages examines three.
     """
-    last, seen = layout.pipeline_model_parallel_size - 1, set()
+    last = layout.pipeline_model_parallel_size - 1
+    seen = set()
     differ = bool(recipe.train.freeze) or recipe.distill is not None  # by the layers' numbers
     apart = {0, last, layout.final_norm(s.mtp_num_layers)[0]}
     for stage in range(last + 1):
@@ -161,9 +162,12 @@ def of_stage(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, st
         groups = len(communicators(recipe, s, layout))
         if recipe.speed.tp_comm_overlap:
             groups += USER_BUFFER_GROUPS
-        copy, process, rest = 0, _CUDA_PROCESS + COMMUNICATOR * groups, _CUDA_REST
+        copy = 0
+        process = _CUDA_PROCESS + COMMUNICATOR * groups
+        rest = _CUDA_REST
     else:
-        states, host = states + host, States()
+        states = states + host
+        host = States()
         copy = states.weights + states.optimizer  # the snapshot is taken, and kept, without async_save too
         process = _CPU_PROCESS + _CPU_LOADER * recipe.data.num_workers
         rest = _CPU_REST[recipe.train.precision]
@@ -207,7 +211,8 @@ def teacher_bytes(recipe: Recipe, layout: Layout, num_microbatches: int, stage: 
     if not has_teacher(recipe):
         return 0
     teacher = teacher_recipe(recipe)
-    s, stages = shape(teacher.model), layout.pipeline_model_parallel_size
+    s = shape(teacher.model)
+    stages = layout.pipeline_model_parallel_size
     layout = replace(layout, layers_per_stage=layers_per_stage(teacher))
     weights = count_on_rank(teacher.model, s, layout, stage, device, local=own_layers(teacher, device)).total
     tokens = tokens_of_a_micro_batch(recipe, layout) * (num_microbatches if stages > 1 else 1)
@@ -231,7 +236,9 @@ def movements(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int) -
 
 def _reference_bytes(recipe: Recipe, layout: Layout, num_microbatches: int, stage: int, device: str) -> int:
     """As `teacher_bytes`, of a reference (`dpo`): weights of a second model, and log-probabilities in fp32."""
-    model, stages, weights = recipe.model, layout.pipeline_model_parallel_size, 0
+    model = recipe.model
+    stages = layout.pipeline_model_parallel_size
+    weights = 0
     if has_second_model(recipe):
         weights = count_on_rank(model, shape(model), layout, stage, device, local=own_layers(recipe, device)).total
     kept = 0.0
@@ -288,7 +295,8 @@ def communicators(recipe: Recipe, s: Shape, layout: Layout) -> dict[str, int]:
 
     Each has a communicator, even if another has the same ranks.
     """
-    tensor, stages = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    tensor = layout.tensor_model_parallel_size
+    stages = layout.pipeline_model_parallel_size
     context = layout.context_parallel_size
     sharded = recipe.parallelism.use_distributed_optimizer
     sizes = {
@@ -302,7 +310,8 @@ def communicators(recipe: Recipe, s: Shape, layout: Layout) -> dict[str, int]:
     if recipe.model.share_embeddings_and_output_weights or s.mtp_num_layers:
         sizes["embedding"] = min(stages, 2)
     if s.moe_layers(0, s.num_layers):
-        inner, experts = layout.expert_tensor_parallel_size, layout.expert_model_parallel_size
+        inner = layout.expert_tensor_parallel_size
+        experts = layout.expert_model_parallel_size
         sizes |= {
             "tensor_and_context_parallel_group": tensor * context,
             "ep": experts,
@@ -320,9 +329,11 @@ def _states(recipe: Recipe, s: Shape, layout: Layout, stage: int, device: str) -
     zero = recipe.zero
     n = count_on_rank(recipe.model, s, layout, stage, device, local=own_layers(recipe, device))
     trained = parameters.count_trained_on_rank(recipe, s, layout, stage, device, local=own_layers(recipe, device))
-    frozen, n = n.total - trained.total, trained
+    frozen = n.total - trained.total
+    n = trained
     if recipe.lora is not None:
-        frozen, n = frozen + n.total, parameters.count_adapters_on_rank(recipe.lora, recipe.model, s, layout, stage)
+        frozen = frozen + n.total
+        n = parameters.count_adapters_on_rank(recipe.lora, recipe.model, s, layout, stage)
     if zero is not None and zero.stage >= 1 and ENGINES[engine_name(recipe)].all_of_zero:
         share = ceil(n.dense / layout.data_parallel_size) + ceil(n.experts / layout.expert_data_parallel_size)
         layer = largest_gathered(recipe.model, s, layout)
@@ -370,7 +381,8 @@ def checkpoint_bytes(recipe: Recipe, s: Shape, parameters: int, frozen: int = 0)
         parameters: of the full model, or of the adapters if only they are trained.
         frozen: those of them that have no optimizer state.
     """
-    matrix, other = matrix_bytes(recipe.optimizer), other_bytes(recipe.optimizer)
+    matrix = matrix_bytes(recipe.optimizer)
+    other = other_bytes(recipe.optimizer)
     state = _SAVED_MASTER + matrix + (_SAVED_AVERAGE if recipe.optimizer.ema_decay is not None else 0)
     size = parameters * (4 if recipe.train.precision == "fp32" else 2) + (parameters - frozen) * state
     return size + (other - matrix) * count_vectors(recipe.model, s) if other != matrix else size

@@ -74,9 +74,11 @@ def products(recipe: Recipe, s: Shape, layout: Layout, device: str, stage: int) 
             if recipe.optimizer.muon_tp_mode == "duplicated":
                 side, length = sorted((rows, matrix.width))
             elif matrix.by_columns:
-                side, length = matrix.width, rows // ranks
+                side = matrix.width
+                length = rows // ranks
             else:
-                side, length = rows, matrix.width // ranks
+                side = rows
+                length = matrix.width // ranks
             yield side, side, length, times
             yield side, side, side, times
             yield side, length, side, times
@@ -100,9 +102,15 @@ def _of_piece(recipe: Recipe, matrix: Matrix, rows: int, ranks: int) -> int:
     mine = whole // ranks
     if recipe.optimizer.muon_tp_mode == "duplicated":
         # The shards, put together, orthogonalized; then the whole result while its own part is scaled twice.
-        copies, size, side, scaled = 2 * whole, whole, min(rows, matrix.width), whole + 2 * mine
+        copies = 2 * whole
+        size = whole
+        side = min(rows, matrix.width)
+        scaled = whole + 2 * mine
     else:
-        copies, size, side, scaled = 0, mine, matrix.width if matrix.by_columns else rows, 3 * mine
+        copies = 0
+        size = mine
+        side = matrix.width if matrix.by_columns else rows
+        scaled = 3 * mine
     square = _FP32 * side**2
     if recipe.optimizer.muon_fp32_matmul_prec == "medium":
         return max(copies + size + max(size // 2, square), scaled)

@@ -147,7 +147,8 @@ def vectors_on_rank(model: Model, s: Shape, layout: Layout, stage: int) -> int:
 
 def _layer_vectors(model: Model, s: Shape, first: int, last: int, ranks: int) -> int:
     """Norms and biases of the layers `first` to `last` - 1 on one of their tensor-parallel ranks."""
-    h, bias = s.hidden_size, model.add_bias_linear
+    h = s.hidden_size
+    bias = model.add_bias_linear
     each = 2 * _norms(model, h) + h * bias
     if not model.multi_latent_attention:
         each += (bias or model.add_qkv_bias) * (s.query_size + s.key_size + s.value_size) // ranks
@@ -290,9 +291,11 @@ def _count_matrices(recipe: Recipe, s: Shape, layout: Layout, numbers: Iterable[
     total = 0
     for number in numbers:
         for matrix in matrices(recipe.model, s, experts=s.moe_layers(number, number + 1) > 0):
-            ranks, copies = layout.tensor_model_parallel_size, 1
+            ranks = layout.tensor_model_parallel_size
+            copies = 1
             if matrix.of_experts:
-                ranks, copies = layout.expert_tensor_parallel_size, s.num_moe_experts
+                ranks = layout.expert_tensor_parallel_size
+                copies = s.num_moe_experts
                 ranks *= layout.expert_model_parallel_size
             total += copies * matrix.width * matrix.height // ranks
     return total
@@ -314,7 +317,8 @@ def _layers(model: Model, s: Shape, first: int, last: int, *, split_down: bool =
 
 
 def _attention(model: Model, s: Shape, *, split_down: bool) -> _Part:
-    h, bias = s.hidden_size, model.add_bias_linear
+    h = s.hidden_size
+    bias = model.add_bias_linear
     output = _Part(shared=s.context_size * h, whole=h if bias else 0)
     if not model.multi_latent_attention:
         width = s.query_size + s.key_size + s.value_size
@@ -344,7 +348,9 @@ def _mlp(model: Model, s: Shape) -> _Part:
 
 def _experts(model: Model, s: Shape) -> _Part:
     """Router, routed experts and shared experts of one layer, none with biases."""
-    h, matrices, number = s.hidden_size, 3 if model.gated_linear_unit else 2, s.num_moe_experts
+    h = s.hidden_size
+    matrices = 3 if model.gated_linear_unit else 2
+    number = s.num_moe_experts
     return _Part(
         shared=h * s.moe_shared_ffn_hidden_size * matrices,
         whole=h * number,
@@ -442,7 +448,8 @@ def flops_per_token(model: Model, s: Shape, *, causal: bool, lora: Lora | None =
 
 def _projections(model: Model, s: Shape) -> int:
     """Multiply-adds of the products into and out of attention."""
-    h, output = s.hidden_size, s.context_size * s.hidden_size
+    h = s.hidden_size
+    output = s.context_size * s.hidden_size
     if not model.multi_latent_attention:
         return h * (s.query_size + s.key_size + s.value_size) + output
     rank = model.kv_lora_rank

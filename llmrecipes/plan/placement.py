@@ -85,7 +85,8 @@ def groups(laid_out: Layout) -> dict[str, list[tuple[int, ...]]]:
         "pp": ("stage",),
     }
     free_of_experts = {"ep": ("expert",), "expert_tp": ("expert_tensor",), "expert_dp": ("expert_data",)}
-    dense, experts = ("tensor", "context", "data", "stage"), ("expert_tensor", "expert", "expert_data", "stage")
+    dense = ("tensor", "context", "data", "stage")
+    experts = ("expert_tensor", "expert", "expert_data", "stage")
     members = {name: _same(ranks, [axis for axis in dense if axis not in axes]) for name, axes in free.items()}
     for name, axes in free_of_experts.items():
         members[name] = _same(ranks, [axis for axis in experts if axis not in axes])
@@ -125,10 +126,13 @@ def _digits(rank: int, sizes: dict[str, int]) -> dict[str, int]:
 
 def _share_of(recipe: Recipe, s: Shape, laid_out: Layout, micro_batches: int, rank: int) -> Placement:
     at = _coordinates(laid_out, rank)
-    tensor, stage, micro = laid_out.tensor_model_parallel_size, at["stage"], recipe.train.micro_batch_size
+    tensor = laid_out.tensor_model_parallel_size
+    stage = at["stage"]
+    micro = recipe.train.micro_batch_size
     starts = [laid_out.first_layer(stage, chunk) for chunk in range(laid_out.virtual_pipeline_model_parallel_size)]
     last = stage == laid_out.pipeline_model_parallel_size - 1
-    embedding, output = stage == 0 or (last and s.mtp_num_layers > 0), last
+    embedding = stage == 0 or (last and s.mtp_num_layers > 0)
+    output = last
     tokens = _tokens(s.seq_length, laid_out.context_parallel_size, at["context"])
     return Placement(
         rank=rank,

@@ -33,7 +33,9 @@ def text(plan: RunPlan) -> str:
 def rows(run: RunPlan) -> list[tuple[str, str, str]]:
     """Rows of the plan: name, value, origin; of a run with stages, most are of the largest."""
     plan = run.largest
-    parameters, memory, cluster = plan.num_parameters, plan.memory, plan.cluster
+    parameters = plan.num_parameters
+    memory = plan.memory
+    cluster = plan.cluster
     ranks = f"parallel: {degrees(plan)}"
     if cluster.gpus:
         ranks += f", of {len(cluster.gpus)} GPUs"
@@ -92,7 +94,8 @@ def rows(run: RunPlan) -> list[tuple[str, str, str]]:
 
 
 def _start(recipe: Recipe) -> list[tuple[str, str, str]]:
-    pretrained, distill = recipe.train.pretrained, recipe.distill
+    pretrained = recipe.train.pretrained
+    distill = recipe.distill
     rows = [] if pretrained is None else [("pretrained weights", pretrained, "train.pretrained")]
     if distill is not None:
         teacher = teacher_model(recipe)
@@ -220,7 +223,8 @@ def _chunks(plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def _recomputed(plan: Plan) -> list[tuple[str, str, str]]:
-    train, key = plan.recipe.train, f"recompute_granularity {plan.recompute_granularity}"
+    train = plan.recipe.train
+    key = f"recompute_granularity {plan.recompute_granularity}"
     if plan.recompute_auto:
         key = "recompute_granularity auto: the least that leaves 5% of the memory free"
     if plan.recompute_granularity is None:
@@ -234,7 +238,8 @@ def _recomputed(plan: Plan) -> list[tuple[str, str, str]]:
 
 def _stages(plan: Plan) -> list[tuple[str, str, str]]:
     """Layers of the pipeline stages, with equal adjacent stages merged into one line."""
-    stages, chunks = plan.layout.layers_per_stage, plan.layout.virtual_pipeline_model_parallel_size
+    stages = plan.layout.layers_per_stage
+    chunks = plan.layout.virtual_pipeline_model_parallel_size
     if len(stages) == 1:
         return []
     lines = []

@@ -102,7 +102,8 @@ def derive_run(recipe: Recipe, world_size: int, cluster: Cluster) -> RunPlan:
     if not recipe.stages:
         plan = derive(recipe, world_size, cluster)
         return RunPlan(plan.recipe, (plan,))
-    stages, plans = stage_recipes(recipe), []
+    stages = stage_recipes(recipe)
+    plans = []
     widest = max(stages, key=lambda stage: smallest_world(stage.parallelism))
     with in_stage(widest):  # of ranks that are too few, the stage that needs the most is named
         layout(widest, world_size, cluster)

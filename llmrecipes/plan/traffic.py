@@ -136,7 +136,9 @@ def _activations(plan: Plan, width: int | None = None) -> int:
 
 def _attention(plan: Plan, *, again: bool, projected: bool) -> Iterator[Call]:
     """Products into and out of attention; `projected`: queries, keys and values of latent attention are recomputed."""
-    s, model, layout = plan.shape, plan.recipe.model, plan.layout
+    s = plan.shape
+    model = plan.recipe.model
+    layout = plan.layout
     if not model.multi_latent_attention:
         yield from _split(plan, s.hidden_size, again=again)
         return
@@ -154,7 +156,8 @@ def _attention(plan: Plan, *, again: bool, projected: bool) -> Iterator[Call]:
 
 def _split_down(plan: Plan, *, again: bool) -> Iterator[Call]:
     """Down-projections of latent attention that are cut by columns: their inputs, and their results put together."""
-    model, ranks = plan.recipe.model, plan.layout.tensor_model_parallel_size
+    model = plan.recipe.model
+    ranks = plan.layout.tensor_model_parallel_size
     for width in (model.q_lora_rank, model.kv_lora_rank + model.qk_pos_emb_head_dim):
         if width:
             yield from _columns(plan, plan.shape.hidden_size, again=again)
@@ -172,7 +175,8 @@ def _split(plan: Plan, width: int, *, again: bool) -> Iterator[Call]:
 
 
 def _rows(plan: Plan, *, again: bool) -> Iterator[Call]:
-    ranks, size = plan.layout.tensor_model_parallel_size, _activations(plan)
+    ranks = plan.layout.tensor_model_parallel_size
+    size = _activations(plan)
     if plan.layout.sequence_parallel:
         yield from [Call("reduce-scatter", ranks, size)] * (1 + again)
         yield Call("all-gather", ranks, size)
@@ -181,7 +185,8 @@ def _rows(plan: Plan, *, again: bool) -> Iterator[Call]:
 
 
 def _columns(plan: Plan, width: int, *, again: bool, trained: bool | None = None) -> Iterator[Call]:
-    ranks, size = plan.layout.tensor_model_parallel_size, _activations(plan, width)
+    ranks = plan.layout.tensor_model_parallel_size
+    size = _activations(plan, width)
     # For the gradient of the matrix inputs are gathered once more.
     trained = plan.recipe.lora is None if trained is None else trained
     if plan.layout.sequence_parallel:
@@ -193,10 +198,12 @@ def _columns(plan: Plan, width: int, *, again: bool, trained: bool | None = None
 
 def _adapters(plan: Plan, *, experts: bool, again: bool) -> Iterator[tuple[GroupName, Call]]:
     """Adapters of a layer: what is between their two matrices, as wide as their rank."""
-    lora, layout = plan.recipe.lora, plan.layout
+    lora = plan.recipe.lora
+    layout = plan.layout
     if lora is None:
         return
-    ranks, size = layout.tensor_model_parallel_size, _activations(plan, lora.rank)
+    ranks = layout.tensor_model_parallel_size
+    size = _activations(plan, lora.rank)
     for matrix in adapted(lora, plan.recipe.model, plan.shape, experts=experts):
         if matrix.of_experts:
             # Experts exchange tokens outside: gradients of what their ranks have all of are summed.
@@ -214,7 +221,8 @@ def _adapters(plan: Plan, *, experts: bool, again: bool) -> Iterator[tuple[Group
 
 
 def _embedding(plan: Plan) -> Iterator[Call]:
-    ranks, size = plan.layout.tensor_model_parallel_size, _activations(plan)
+    ranks = plan.layout.tensor_model_parallel_size
+    size = _activations(plan)
     if plan.recipe.lora is not None:
         # A frozen one has no gradient.
         whole = plan.recipe.model.position_embedding_type == "learned_absolute" or not plan.layout.sequence_parallel
@@ -229,7 +237,8 @@ def _embedding(plan: Plan) -> Iterator[Call]:
 
 
 def _output(plan: Plan) -> Iterator[Call]:
-    ranks, size = plan.layout.tensor_model_parallel_size, _activations(plan)
+    ranks = plan.layout.tensor_model_parallel_size
+    size = _activations(plan)
     if plan.loss_chunk_tokens:
         yield from _output_in_chunks(plan)
         return
@@ -247,7 +256,9 @@ def _output(plan: Plan) -> Iterator[Call]:
 
 def _output_in_chunks(plan: Plan) -> Iterator[Call]:
     """Tokens are gathered once; in fp16, whose gradients are computed in the backward pass, once more."""
-    ranks, size, tokens = plan.layout.tensor_model_parallel_size, _activations(plan), _tokens(plan)
+    ranks = plan.layout.tensor_model_parallel_size
+    size = _activations(plan)
+    tokens = _tokens(plan)
     if plan.layout.sequence_parallel:
         yield from [Call("all-gather", ranks, size)] * (1 + (plan.recipe.train.precision == "fp16"))
         yield Call("reduce-scatter", ranks, size)
@@ -259,7 +270,8 @@ def _output_in_chunks(plan: Plan) -> Iterator[Call]:
 
 
 def _context(plan: Plan, *, again: bool) -> Iterator[Call]:
-    s, ranks = plan.shape, plan.layout.context_parallel_size
+    s = plan.shape
+    ranks = plan.layout.context_parallel_size
     if not own_layers(plan.recipe, plan.device):
         # TransformerEngine's ring: keys and values go round, and in the backward pass their gradients too.
         width = (s.key_size + s.value_size) // plan.layout.tensor_model_parallel_size
@@ -274,11 +286,13 @@ def _context(plan: Plan, *, again: bool) -> Iterator[Call]:
 
 
 def _experts(plan: Plan, *, again: bool) -> Iterator[tuple[GroupName, Call]]:
-    layout, model = plan.layout, plan.recipe.model
+    layout = plan.layout
+    model = plan.recipe.model
     inner = layout.expert_tensor_parallel_size
     ranks = layout.expert_model_parallel_size * inner
     share = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
-    size, tokens = _activations(plan) // share, _tokens(plan) // share
+    size = _activations(plan) // share
+    tokens = _tokens(plan) // share
     score = {"fp32": 4, "fp64": 8, None: _element(plan)}[model.moe_router_dtype]
     weighted = tokens * plan.shape.hidden_size * score  # results are summed in the precision of the scores
     if model.moe_token_dispatcher_type == "allgather":  # noqa: S105 - no password
@@ -307,16 +321,20 @@ def _experts(plan: Plan, *, again: bool) -> Iterator[tuple[GroupName, Call]]:
 
 
 def _messages(plan: Plan, stage: int) -> Iterator[Call]:
-    layout, stages = plan.layout, plan.layout.pipeline_model_parallel_size
+    layout = plan.layout
+    stages = plan.layout.pipeline_model_parallel_size
     size = _activations(plan) // (layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
     chunks = layout.virtual_pipeline_model_parallel_size
     # Every chunk sends its output on, but for the very last, and a gradient back, but for the very first.
-    forward, backward = chunks - (stage == stages - 1), chunks - (stage == 0)
+    forward = chunks - (stage == stages - 1)
+    backward = chunks - (stage == 0)
     yield from [Call("message", stages, size)] * (forward + backward)
 
 
 def _gradients(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
-    layout, s, model = plan.layout, plan.shape, plan.recipe.model
+    layout = plan.layout
+    s = plan.shape
+    model = plan.recipe.model
     parallel = plan.recipe.parallelism
     lora = plan.recipe.lora
     parameters = count_trained_on_rank(plan.recipe, s, layout, stage, plan.device)
@@ -338,7 +356,8 @@ def _gradients(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
             yield group, Call("all-reduce", ranks, reduced * number)
     yield from _rounding(plan, stage)
     yield from _orthogonalized(plan, stage)
-    stages, tensor = layout.pipeline_model_parallel_size, layout.tensor_model_parallel_size
+    stages = layout.pipeline_model_parallel_size
+    tensor = layout.tensor_model_parallel_size
     if lora is not None:
         if layout.sequence_parallel:
             dense = (matrix for matrix in adapted_on_stage(lora, model, s, layout, stage) if not matrix.of_experts)
@@ -412,7 +431,8 @@ def _norm(plan: Plan, width: int) -> int:
 
 def _whole(plan: Plan) -> int:
     """Parameters of a layer that each tensor-parallel rank has all of, without the router."""
-    s, model = plan.shape, plan.recipe.model
+    s = plan.shape
+    model = plan.recipe.model
     size = 2 * _norm(plan, s.hidden_size) + (2 * s.hidden_size if model.add_bias_linear else 0)
     if not model.multi_latent_attention:
         return size + (2 * _norm(plan, s.query_channels) if model.qk_layernorm else 0)

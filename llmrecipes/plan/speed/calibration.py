@@ -110,9 +110,13 @@ def fit(runs: Sequence[MeasuredRun]) -> FactorFit:
     """
     share = [(run.compute / run.measured, run.communication / run.measured) for run in runs]
     cc, mm = math.fsum(c * c for c, _ in share), math.fsum(m * m for _, m in share)
-    cm, c1, m1 = math.fsum(c * m for c, m in share), math.fsum(c for c, _ in share), math.fsum(m for _, m in share)
+    cm = math.fsum(c * m for c, m in share)
+    c1 = math.fsum(c for c, _ in share)
+    m1 = math.fsum(m for _, m in share)
     determinant = cc * mm - cm * cm
-    compute, communication, unknown = c1 / cc, 1.0, ""
+    compute = c1 / cc
+    communication = 1.0
+    unknown = ""
     telling = sum(run.communication >= LEAST_SHARE * (run.compute + run.communication) for run in runs)
     if not telling:
         # The little communication there is keeps its prediction.
@@ -123,9 +127,11 @@ def fit(runs: Sequence[MeasuredRun]) -> FactorFit:
         compute = communication = math.fsum(c + m for c, m in share) / whole
         unknown = "kernels and communication separately: all runs have the same shares of both, so one factor is fitted"
     else:
-        compute, communication = (c1 * mm - m1 * cm) / determinant, (m1 * cc - c1 * cm) / determinant
+        compute = (c1 * mm - m1 * cm) / determinant
+        communication = (m1 * cc - c1 * cm) / determinant
         if min(compute, communication) <= 0:
-            compute, communication = math.fsum(c * (1 - m) for c, m in share) / cc, 1.0
+            compute = math.fsum(c * (1 - m) for c, m in share) / cc
+            communication = 1.0
             unknown = "communication: no positive factor fits the runs"
     if compute <= 0:
         compute = c1 / cc

@@ -49,7 +49,8 @@ def curve(recipe: Recipe, profile: Profile, reference: int, counts: Iterable[int
         reference: GPUs on which the weak curve has the recipe's global batch.
         counts: numbers of GPUs.
     """
-    batch, numbers = recipe.train.global_batch_size, list(counts)
+    batch = recipe.train.global_batch_size
+    numbers = list(counts)
     points = [_point(recipe, profile, "strong", gpus, batch) for gpus in numbers]
     for gpus in numbers:
         size = max(1, round(batch * gpus / reference))

@@ -86,8 +86,10 @@ def _passes(axes: Axes, forecast: Forecast) -> None:
     from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
 
-    step, chunks = forecast.step, forecast.plan.layout.virtual_pipeline_model_parallel_size
-    stages, microbatches = len(step.passes), forecast.plan.num_microbatches
+    step = forecast.step
+    chunks = forecast.plan.layout.virtual_pipeline_model_parallel_size
+    stages = len(step.passes)
+    microbatches = forecast.plan.num_microbatches
     number = min(microbatches, 2 * stages)
     if 4 * stages * stages * chunks > _MOST_PASSES or (chunks > 1 and number % stages):
         number = min(microbatches, stages)

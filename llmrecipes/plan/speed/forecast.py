@@ -114,7 +114,8 @@ class Forecast:
         """Why it does not fit, and what may go wrong although it does."""
         plan = self.plan
         if not all(stage.fits for stage in self.plans):
-            need, have = plan.memory.total / GIB, plan.memory_capacity_bytes / GIB
+            need = plan.memory.total / GIB
+            have = plan.memory_capacity_bytes / GIB
             return [f"does not fit: a rank needs {need:.1f} GiB of {have:.1f} GiB"]
         saving = self.saving
         if saving is None or saving.interval >= saving.write:
@@ -145,10 +146,14 @@ class Forecast:
 
     def as_dict(self) -> dict[str, Any]:
         """Output of `plan --json`."""
-        plan, speed, zero = self.plan, self.tokens_per_second_per_gpu, self.plan.recipe.zero
-        layout, peak = plan.layout, self.device.peak_of(plan.recipe.train.precision)
+        plan = self.plan
+        speed = self.tokens_per_second_per_gpu
+        zero = self.plan.recipe.zero
+        layout = plan.layout
+        peak = self.device.peak_of(plan.recipe.train.precision)
         offload = None if zero is None else zero.offload_optimizer
-        full, causal = speed * plan.flops_per_token_full, speed * plan.flops_per_token_causal
+        full = speed * plan.flops_per_token_full
+        causal = speed * plan.flops_per_token_causal
         return {
             "recipe": plan.recipe.name,
             "cluster": plan.cluster.name or None,
@@ -319,7 +324,8 @@ def software(plan: Plan, device: Device) -> Stack:
     """What megatron-core overlaps and splits, by the recipe's switches; its kernels' factors on the device."""
     if plan.device == "cpu":
         return _local_layers(plan.recipe)
-    parallel, zero = plan.recipe.parallelism, plan.recipe.zero
+    parallel = plan.recipe.parallelism
+    zero = plan.recipe.zero
     sharded = zero is not None and zero.stage >= 3
     by_deepspeed = zero is not None and engine_name(plan.recipe) == DEEPSPEED
     overlapped = zero.overlap_comm if zero is not None and by_deepspeed else parallel.overlap_grad_reduce
@@ -364,7 +370,10 @@ def _recomputed(plan: Plan) -> float:
 
 def work(plan: Plan) -> Work:
     """The shapes of a plan."""
-    s, layout, model, train = plan.shape, plan.layout, plan.recipe.model, plan.recipe.train
+    s = plan.shape
+    layout = plan.layout
+    model = plan.recipe.model
+    train = plan.recipe.train
     sparse = s.moe_layers(0, s.num_layers)
     latent = (0, 0, 0, 0, 0)
     if model.multi_latent_attention:

@@ -52,7 +52,8 @@ def ladder(plan: Plan, allocator: str = "") -> list[Rung]:
         allocator: the value of PYTORCH_ALLOC_CONF if a user has set it; a start sets it to `ALLOCATOR`.
     """
     rungs = [] if plan.device != "cuda" else [_allocator(allocator)]
-    before, base = plan_seconds(plan), _asked(plan)
+    before = plan_seconds(plan)
+    base = _asked(plan)
     for name, candidates, otherwise in _kinds(plan, base):
         rungs.append(_rung(plan, base, before, name, candidates, otherwise))
     return rungs
@@ -123,7 +124,8 @@ def _kinds(plan: Plan, recipe: Recipe) -> Iterator[tuple[str, Iterator[Recipe], 
     """Name, candidates from the least change on, and why there is none where the recipe has it already."""
     ranks = plan.layout.world_size
     parallel, model = recipe.parallelism, recipe.model
-    tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    tensor = parallel.tensor_model_parallel_size
+    stages = parallel.pipeline_model_parallel_size
     micro = recipe.train.micro_batch_size
     smaller = (size for size in range(micro - 1, 0, -1) if micro % size == 0)
     yield "micro-batch", (_train(recipe, micro_batch_size=size) for size in smaller), "it is 1" if micro == 1 else ""
@@ -151,7 +153,8 @@ def _kinds(plan: Plan, recipe: Recipe) -> Iterator[tuple[str, Iterator[Recipe], 
         iter(() if sharded else [_layout(recipe, use_distributed_optimizer=True)]),
         "on" if sharded else "",
     )
-    zero, now = recipe.zero or Zero(stage=1, extra={}), 1 if recipe.zero is None else recipe.zero.stage
+    zero = recipe.zero or Zero(stage=1, extra={})
+    now = 1 if recipe.zero is None else recipe.zero.stage
     later = [stage for stage in (2, 3) if stage > now]
     yield "ZeRO", (with_zero(recipe, zero, stage, False) for stage in later), "" if later else "stage 3"
     moved = zero.offload_optimizer != "none"

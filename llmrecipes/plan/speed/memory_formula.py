@@ -40,9 +40,11 @@ def activations(stack: Stack, work: Work, stage: int) -> float:
     layers = work.stages[stage]
     edge = 2.0 * work.hidden / split
     if work.recomputed:
-        per_layer, again = edge, _layer(stack, work) * tokens
+        per_layer = edge
+        again = _layer(stack, work) * tokens
     else:
-        per_layer, again = _layer(stack, work), 0.0
+        per_layer = _layer(stack, work)
+        again = 0.0
     if work.vpp > 1:
         chunks = 2 * (work.pp - stage - 1) + (work.vpp - 1) * work.pp + 1
         pending = min(work.microbatches * work.vpp, chunks) / work.vpp

@@ -135,7 +135,8 @@ def _program(stages: int, chunks: int, number: int) -> tuple[tuple[Step, ...], .
         elif chunk < last:
             before = place(False, 0, chunk + 1, micro)
         else:
-            before, sent = place(True, stage, chunk, micro), False
+            before = place(True, stage, chunk, micro)
+            sent = False
         return place(ahead, stage, chunk, micro), before, chunk if ahead else chunks + chunk, sent
 
     return tuple(
@@ -149,13 +150,17 @@ def _ends(forward: Passes, backward: Passes, number: int, hop: float, *, blockin
     program = _program(stages, chunks, number)
     seconds = [(*f, *b) for f, b in zip(forward, backward, strict=True)]
     ends = [-1.0] * (2 * stages * chunks * number)
-    place, free = [0] * stages, [0.0] * stages
+    place = [0] * stages
+    free = [0.0] * stages
     held = hop if blocking else 0.0
     left = len(ends)
     while left:
         before_round = left
         for stage in range(stages):
-            passes, own, now, at = program[stage], seconds[stage], free[stage], place[stage]
+            passes = program[stage]
+            own = seconds[stage]
+            now = free[stage]
+            at = place[stage]
             start = at
             while at < len(passes):
                 here, before, which, sent = passes[at]

@@ -48,7 +48,8 @@ class Candidate:
     @property
     def key(self) -> str:
         """Its degrees in short."""
-        parallel, train = self.recipe.parallelism, self.forecast.plan.recipe.train
+        parallel = self.recipe.parallelism
+        train = self.forecast.plan.recipe.train
         degrees = {
             "TP": parallel.tensor_model_parallel_size,
             "PP": parallel.pipeline_model_parallel_size,
@@ -126,7 +127,8 @@ def with_zero(recipe: Recipe, zero: Zero, stage: int, offload: bool) -> Recipe:
 
 
 def _degrees(recipe: Recipe, ranks: int, near: int) -> Iterator[Recipe]:
-    model, batch = recipe.model, recipe.train.global_batch_size
+    model = recipe.model
+    batch = recipe.train.global_batch_size
     contexts = [c for c in powers(MOST_CONTEXT) if c == 1 or model.seq_length // c >= SHORTEST // 2]
     contexts = sorted({*contexts, recipe.parallelism.context_parallel_size})
     experts = [e for e in powers(model.num_moe_experts or 1) if (model.num_moe_experts or 1) % e == 0]
@@ -193,7 +195,8 @@ def _written(recipe: Recipe, stages: int, chunks: int) -> Iterator[str]:
 
     First so that no chunk takes longer than the others, then so that no stage does, with more or less on the last one.
     """
-    layers, places = recipe.model.num_layers, stages * chunks
+    layers = recipe.model.num_layers
+    places = stages * chunks
     end = _end_in_layers(recipe)
     each = math.ceil((layers + end) / places)
     yield from _with_last(recipe, stages, [min(each, layers // chunks)] * (chunks - 1) + [max(0, each - round(end))])
@@ -205,7 +208,8 @@ def _written(recipe: Recipe, stages: int, chunks: int) -> Iterator[str]:
 
 def _with_last(recipe: Recipe, stages: int, last: list[int]) -> Iterator[str]:
     """The notation whose last stage has these layers on its chunks, and whose other stages share the rest evenly."""
-    chunks, rest = len(last), recipe.model.num_layers - sum(last)
+    chunks = len(last)
+    rest = recipe.model.num_layers - sum(last)
     others = _spread(rest, (stages - 1) * chunks)
     numbers = []
     for chunk in range(chunks):
@@ -225,7 +229,8 @@ def _spread(number: int, places: int) -> list[int]:
 
 def _end_in_layers(recipe: Recipe) -> float:
     """What loss and multi-token prediction compute, in layers."""
-    model, s = recipe.model, shape(recipe.model)
+    model = recipe.model
+    s = shape(recipe.model)
     sizes = parameters(model, s)
     layer = (sizes.active - sizes.embedding) / s.num_layers + s.seq_length * (s.query_size + s.context_size) / 2
     return (1 + s.mtp_num_layers) * s.vocab_size * s.hidden_size / layer + s.mtp_num_layers
@@ -319,7 +324,9 @@ def nearest(plan: Plan, number: int) -> list[tuple[str, Forecast]]:
     Raises:
         UserError: nothing is known of the GPU; or no layout fits, with the least number of nodes found.
     """
-    recipe, cluster, ranks = plan.recipe, plan.cluster, plan.layout.world_size
+    recipe = plan.recipe
+    cluster = plan.cluster
+    ranks = plan.layout.world_size
     gpu(plan, None)
     offload = recipe.zero is not None and recipe.zero.offload_optimizer != "none"
     recipes = [
@@ -365,7 +372,8 @@ def changes(recipe: Recipe, candidate: Recipe) -> dict[str, list[str]]:
                 shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
                 by_section.setdefault(_TOGETHER.get(name, name), []).append(shlex.quote(f"{section}.{name}={shown}"))
     # Its other keys follow from these when the recipe is loaded.
-    before, after = recipe.zero, candidate.zero
+    before = recipe.zero
+    after = candidate.zero
     if after is not None:
         if before is None or after.stage != before.stage:
             by_section.setdefault("stage", []).append(f"zero.stage={after.stage}")
@@ -416,7 +424,8 @@ def _may_fit(candidate: Recipe, cluster: Cluster, ranks: int) -> bool:
 
     Only its model states count where something is recomputed, because the plan may choose how much.
     """
-    laid_out, sizes = layout(candidate, ranks, cluster), shape(candidate.model)
+    laid_out = layout(candidate, ranks, cluster)
+    sizes = shape(candidate.model)
     most = capacity(cluster, ranks) * (1 - LEAST_HEADROOM)
     if candidate.train.recompute_granularity:
         return model_states(candidate, sizes, laid_out, 0, cluster.device) <= most
@@ -437,7 +446,8 @@ def _timed(
     every: Iterable[Recipe], recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None
 ) -> Iterator[tuple[float, Recipe]]:
     """Candidates with the least seconds of their step. One plan serves all, with what the time model reads replaced."""
-    near, offload = cluster.gpus_per_domain, recipe.zero is not None
+    near = cluster.gpus_per_domain
+    offload = recipe.zero is not None
     of_shape = chain(candidates(recipe, ranks, near), candidates(recipe, ranks, near, offload=True) if offload else ())
     base = next(
         (plan for candidate in of_shape if (plan := plan_of(candidate, cluster, ranks))),
@@ -455,7 +465,8 @@ def _timed(
             continue
         zero, parallel = candidate.zero, candidate.parallelism
         sharding = (parallel.use_distributed_optimizer, zero and (zero.stage, zero.offload_optimizer))
-        chunks, micro = laid_out.virtual_pipeline_model_parallel_size, candidate.train.micro_batch_size
+        chunks = laid_out.virtual_pipeline_model_parallel_size
+        micro = candidate.train.micro_batch_size
         number = candidate.train.global_batch_size // (laid_out.data_parallel_size * micro)
         if chunks > 1 and number % laid_out.pipeline_model_parallel_size:
             continue
@@ -464,7 +475,8 @@ def _timed(
             continue
         seen.add(key)
         plan = replace(base, recipe=candidate, layout=laid_out, num_microbatches=number)
-        shapes, stack = work(plan), software(plan, device)
+        shapes = work(plan)
+        stack = software(plan, device)
         if (shapes, stack) not in known:
             known[shapes, stack] = predict(device, stack, shapes, at_least=True).seconds
         if math.isfinite(known[shapes, stack]):

@@ -80,7 +80,8 @@ class _Pass:
 def _layer(device: Device, stack: Stack, work: Work, *, experts: bool) -> _Pass:
     """One layer of one micro-batch with its communication."""
     kernels = layer(device, stack, work, experts=experts)
-    tokens, near = work.tokens, device.gpus_per_node
+    tokens = work.tokens
+    near = device.gpus_per_node
     tensor_ahead = tensor_back = expert = context = 0.0
     if work.tp > 1:
         one = network.reduce(device, work.width * tokens * work.hidden, work.tp, near)
@@ -229,7 +230,8 @@ def _sharded(
     near = max(1, device.gpus_per_node // work.tp)
     result_ahead, result_back = [], []
     for forward, backward, parameters in zip(ahead, back, dense, strict=True):
-        share, ranks = parameters / work.vpp, work.dp * work.cp
+        share = parameters / work.vpp
+        ranks = work.dp * work.cp
         weights = network.gather(device, 2.0 * share, ranks, near)
         gradients = network.gather(device, float(stack.gradient_bytes) * share, ranks, near)
         one = 1 - stack.overlap_gradients

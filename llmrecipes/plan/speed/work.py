@@ -238,7 +238,9 @@ def layer(device: Device, stack: Stack, work: Work, *, experts: bool) -> Kernels
 
 
 def _layer(device: Device, stack: Stack, work: Work, *, experts: bool) -> Kernels:
-    kind, speed, tokens = _kind(work), device.gemm_speed(stack.gemm), work.tokens
+    kind = _kind(work)
+    speed = device.gemm_speed(stack.gemm)
+    tokens = work.tokens
     if "rowwise" in work.precision:
         # A scale a row is computed, and applied, for every product.
         speed *= _ROWWISE
@@ -247,7 +249,8 @@ def _layer(device: Device, stack: Stack, work: Work, *, experts: bool) -> Kernel
     def add(n: float, k: float, rows: float = tokens, batch: int = 1, precision: str = kind) -> None:
         nonlocal forward, backward
         ahead, back = _linear(device, rows, n, k, precision, speed, batch)
-        forward, backward = forward + ahead, backward + back
+        forward = forward + ahead
+        backward = backward + back
 
     hidden, tp = work.hidden, work.tp
     if work.latent[1]:
@@ -290,7 +293,9 @@ def _layer(device: Device, stack: Stack, work: Work, *, experts: bool) -> Kernel
 
 def repeated(device: Device, stack: Stack, work: Work, *, experts: bool) -> float:
     """Seconds of the kernels that `recomputed_modules` repeat in the backward pass of a layer."""
-    kind, tokens, tp = _kind(work), work.tokens, work.tp
+    kind = _kind(work)
+    tokens = work.tokens
+    tp = work.tp
     wide = 3 if work.gated else 2
     split = tp if stack.sequence_parallel else 1
 
