@@ -46,7 +46,7 @@ CODE_BUDGET = {
 }
 """Most lines of code of each package; `.` are the modules beside the packages. Whoever needs more removes something, or
 raises the number and says in the commit why."""
-WORD_BUDGET = {"README.md": 770, "docs/": 78_841}
+WORD_BUDGET = {"README.md": 770, "docs/": 78_755}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 LOOPS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case, ast.comprehension)
