@@ -1,7 +1,8 @@
 """Layouts drawn at random from what recipes may say, and how far the plan is from the dry run of each.
 
-Sizes are those of small real models, so that activations outweigh the gradients of single weights and activations,
-which the plan does not count: 1,024 to 2,048 wide, 2,048 to 8,192 tokens a sequence, one to four layers a chunk.
+Sizes are those of small real models, so that activations outweigh the gradients of single weights and of
+attention, which the plan does not count: 1,024 to 2,048 wide, 2,048 to 8,192 tokens a sequence, one to four layers a
+chunk.
 Combinations that the rules of recipe and plan refuse are drawn again.
 """
 
@@ -37,7 +38,7 @@ class Deviation(NamedTuple):
     most_activations: float
     """Of the most that are kept at a time."""
     total: float
-    """Of all memory at its peak, at which the plan counts no gradients of single weights and activations."""
+    """Of all memory at its peak, at which the plan counts the gradients of some weights and activations only."""
     traffic: tuple[str, ...]
     """Collectives whose bytes differ, with both numbers."""
 

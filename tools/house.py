@@ -34,7 +34,7 @@ CODE_BUDGET = {
     "hf": 1950,
     "launch": 3152,
     "models": 3980,
-    "plan": 5167,
+    "plan": 5237,
     "recipe": 7975,
     "report": 1769,
     "scaling": 400,

@@ -183,7 +183,7 @@ def _planned(plan: Plan, stage: int) -> dict[str, int]:
         **states,
         "activations": moment.activations + kept,
         "communication": moment.outputs + memory.buffers,
-        "temporary": moment.logits - kept + memory.teacher + memory.movements,
+        "temporary": moment.logits - kept + moment.gradients + memory.teacher + memory.movements,
     }
 
 

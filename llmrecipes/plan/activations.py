@@ -8,11 +8,13 @@ their 34 s b h plus the kernel's log-sum-exp. On a CPU a test compares it with w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from llmrecipes.plan.kernels import copies_keys, keeps_scores, kept_of_a_row, modules, own_layers
 from llmrecipes.plan.layout import Layout
+from llmrecipes.plan.losses import tokens_of_a_micro_batch
 from llmrecipes.plan.machine_features import expected
 from llmrecipes.recipe.derived.adapters import adapted, is_target
 from llmrecipes.recipe.derived.shape import Shape
@@ -172,6 +174,72 @@ class PerToken:
     def _dense_inner(self) -> float:
         each = self.element * (self._wide - 1) + self._input * keeps_input(self.recipe, "linear_fc2")
         return each * self.shape.ffn_hidden_size / self.layout.tensor_model_parallel_size
+
+    def fullest(self, *, experts: bool, more: float, gradients: float) -> tuple[float, float]:
+        """Activations and gradients at the fullest moment in a layer.
+
+        Args:
+            more: activations that there are besides those that are stored.
+            gradients: those of the residual stream.
+        """
+        return max(((more - freed, gradients + each) for freed, each in self._in_layer(experts)), key=sum)
+
+    def _in_layer(self, experts: bool) -> Iterator[tuple[float, float]]:
+        """Moments of a layer: what of its activations is freed, and gradients besides the residual stream's."""
+        s, element, tensor = self.shape, self.element, self.layout.tensor_model_parallel_size
+        gathered = self.gathered
+        if experts:
+            yield 0.0, gathered + self._combined
+            yield self._in_an_expert[0], gathered + self._in_an_expert[1]
+            return
+        width = s.ffn_hidden_size / tensor
+        # In the second product the gradients of its input and weight.
+        weight = element * width * s.hidden_size / tokens_of_a_micro_batch(self.recipe, self.layout)
+        yield 0.0, 2 * gathered + element * width + weight * (self.recipe.lora is None)
+        if self.recipe.model.gated_linear_unit:
+            # Of the first product's two halves, beside that of the second's input, which is freed.
+            freed = self._input * keeps_input(self.recipe, "linear_fc2") * width
+            yield freed, gathered + 3 * element * width
+
+    @property
+    def gathered(self) -> float:
+        """With sequence parallelism, the tokens of all ranks: they have a buffer, and are gathered again."""
+        return self.element * self.shape.hidden_size * (self._sequence_ranks > 1)
+
+    @cached_property
+    def gathered_tokens(self) -> float:
+        """The buffer in which experts have the tokens of all ranks, with the dispatcher that gathers them."""
+        ranks = self.layout.expert_model_parallel_size * self.layout.expert_tensor_parallel_size
+        gathers = self.recipe.model.moe_token_dispatcher_type == "allgather"  # noqa: S105 - no password
+        return self.edge * ranks if gathers and ranks > 1 and self.shape.num_moe_experts else 0.0
+
+    @cached_property
+    def _combined(self) -> float:
+        """The experts' results in the forward pass, on their way back to the ranks of the tokens."""
+        s, element, ranks = self.shape, self.element, self.layout.expert_tensor_parallel_size
+        if gathered := self.gathered_tokens:
+            # In the order of tokens, in the buffer of gathered tokens, and summed over the ranks in fp32.
+            return 2 * gathered + 4 / element * (gathered + self.edge)
+        # As they come and in one tensor, in fp32 for the sum over the ranks that share an expert, sorted and sent.
+        summed = 4 / element * (ranks + 1) if ranks > 1 else 0
+        sent = self.recipe.model.moe_router_topk * element * s.hidden_size / self._sequence_ranks
+        several = ranks * self.layout.expert_model_parallel_size > 1
+        return sent * (2 * ranks + summed + 1 + several) + self.edge * (s.moe_shared_ffn_hidden_size > 0)
+
+    @cached_property
+    def _in_an_expert(self) -> tuple[float, float]:
+        """In the backward pass: gradients of the layer's result and of those of all experts, and in one of them those
+        of its activation."""
+        s, element, layout = self.shape, self.element, self.layout
+        visits = self.recipe.model.moe_router_topk / self._sequence_ranks
+        rows = visits * layout.expert_model_parallel_size / s.num_moe_experts * s.moe_ffn_hidden_size
+        scored = 3 * element if self._fused and self.recipe.model.gated_linear_unit else 8 + (6 if element == 2 else 4)
+        results = visits * layout.expert_tensor_parallel_size * element * s.hidden_size
+        return rows * self._input, self.edge + results + rows * scored
+
+    def inside(self, *, experts: bool) -> float:
+        """What is kept inside the MLP or the experts."""
+        return sum(self._expert_parts) if experts else self._dense_inner
 
     @cached_property
     def _edge_as_input(self) -> float:
@@ -336,7 +404,8 @@ class PerToken:
         if 1 < groups < s.num_attention_heads // self.layout.tensor_model_parallel_size:
             size += s.query_size if model.qk_layernorm or not (rotated or self._in_parts) else 0
         if model.qk_layernorm and self.device == "cpu" and model.normalization == "RMSNorm":
-            size += s.query_size + s.key_size  # the norm's result, which the multiplication by its weight saves
+            # The norm's result, which the multiplication by its weight saves; in fp32, with a copy of its input.
+            size += (s.query_size + s.key_size) * (1 if self.element == 4 else 4)
         return float(self.element * size)
 
     @cached_property

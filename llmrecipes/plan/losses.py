@@ -29,7 +29,7 @@ def kept_and_most(recipe: Recipe, s: Shape, layout: Layout, device: str) -> tupl
 
     Kept are the logits of every prediction in compiled kernels, which overwrite them with their gradient; else the
     log-softmax in fp32. In the backward pass torch has the gradients on both of its sides too; megatron-core, on logits
-    that are split over ranks, computes in place and has a gradient in 16 bits.
+    that are split over ranks, computes in place and has a gradient in 16 bits; the output layer's gradients come after.
     """
     fused = in_kernels(recipe, device)
     if recipe.train.loss_chunk_tokens:
@@ -40,16 +40,15 @@ def kept_and_most(recipe: Recipe, s: Shape, layout: Layout, device: str) -> tupl
         # Kept is the gradient; before it, the logits of both, and in fp32 both distributions and the shares of one.
         element = _element(recipe)
         return int(element * logits), int((12 + 2 * element + 4 * (element == 2)) * logits)
-    if fused:
-        kept = _element(recipe) * logits * (1 + s.mtp_num_layers)
-        # With sequence parallelism the input of all ranks is gathered again, and a rank's part of its gradient is new.
-        gathered = 1 + 1 / layout.tensor_model_parallel_size if layout.sequence_parallel else 0
-        gathered *= _element(recipe) * tokens_of_a_micro_batch(recipe, layout) * s.hidden_size
-        return int(kept), int(kept + gathered + _of_output(recipe, s, layout))
-    kept = 4 * logits * (1 + s.mtp_num_layers)
-    if layout.tensor_model_parallel_size == 1:
+    # With sequence parallelism the input of all ranks is gathered again, and a rank's part of its gradient is new.
+    tensor, whole = layout.tensor_model_parallel_size, tokens_of_a_micro_batch(recipe, layout) * s.hidden_size
+    gathered = _element(recipe) * whole * layout.sequence_parallel
+    kept = (_element(recipe) if fused else 4) * logits * (1 + s.mtp_num_layers)
+    if not fused and tensor == 1:
         return int(kept), int(kept + 8 * logits)
-    return int(kept), int(kept + (2 if recipe.train.precision != "fp32" else 0) * logits)
+    if not fused and recipe.train.precision != "fp32":
+        return int(kept), int(kept + 2 * logits + gathered)
+    return int(kept), int(kept + gathered * (1 + 1 / tensor) + _of_output(recipe, s, layout))
 
 
 def _of_chunks(recipe: Recipe, s: Shape, layout: Layout, chunk: int, fused: bool) -> tuple[int, int]:

@@ -175,7 +175,7 @@ def of_stage(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, st
         weights=states.weights,
         gradients=states.gradients,
         optimizer=states.optimizer,
-        activations=moment.activations + moment.outputs,
+        activations=moment.activations + moment.outputs + moment.gradients,
         logits=moment.logits,
         checkpoint_copy=copy,
         workspace=process + int(rest * moment.total),

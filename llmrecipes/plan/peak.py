@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmrecipes.plan import losses
 from llmrecipes.plan.activations import PerToken
@@ -19,17 +19,32 @@ class Peak:
     """Bytes of a rank at the fullest moment of a step, besides model states.
 
     `activations` are kept for the backward pass; `logits` is what the loss has derived from the output layer's result,
-    of which `kept_logits` is kept too; `outputs` are those of chunks that were sent to the next stage.
+    of which `kept_logits` is kept too; `outputs` are those of chunks that were sent to the next stage; `gradients` are
+    those of activations in a layer, or what its experts' results take on their way back.
     """
 
     activations: int
     logits: int = 0
     kept_logits: int = 0
     outputs: int = 0
+    gradients: int = 0
 
     @property
     def total(self) -> int:
-        return self.activations + self.logits + self.outputs
+        return self.activations + self.logits + self.outputs + self.gradients
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Bytes per token of a chunk's layers: what they store, what exists only during recomputation, and how much more
+    (or less) than what they store is there at the fullest moment in a layer, with gradients."""
+
+    kept: float = 0.0
+    again: float = 0.0
+    in_layer: tuple[float, float] = (0.0, 0.0)
+
+    def and_kept(self, more: float) -> _Chunk:
+        return replace(self, kept=self.kept + more)
 
 
 def peak(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage: int, device: str) -> Peak:
@@ -50,27 +65,28 @@ def _moments(
 
     A stage stores several micro-batches at once, the first stage the most (`in_flight`). Tensor parallelism divides
     what is inside attention and MLP, sequence parallelism the rest, context parallelism everything. On the last stage
-    it is the loss, or the recomputation of a layer after it; on the others the beginning of a backward pass.
+    it is the loss, or a layer after it; on the others the last layer, at the beginning of a backward pass.
     """
     per = PerToken(recipe, s, layout, device)
     tokens = losses.tokens_of_a_micro_batch(recipe, layout)
     chunks = []
+    last = stage == layout.pipeline_model_parallel_size - 1
     for number, layers in enumerate(layout.layers_per_stage[stage]):
         first = layout.first_layer(stage, number)
-        chunks.append(_chunk(recipe, per, range(first, first + layers)))
+        is_last = last and number == len(layout.layers_per_stage[stage]) - 1
+        chunk = _chunk(recipe, per, range(first, first + layers), last=is_last)
+        chunks.append(chunk.and_kept(mask_per_token(recipe, s, device)))
     if stage == 0:
-        chunks[0] = chunks[0][0] + per.mask, chunks[0][1]
-    chunks = [(kept + mask_per_token(recipe, s, device), again) for kept, again in chunks]
-    last = stage == layout.pipeline_model_parallel_size - 1
-    predictions, recomputed_prediction = _mtp(recipe, per)
+        chunks[0] = chunks[0].and_kept(per.mask)
+    prediction_layers = _mtp(recipe, per)
     # Of the losses, and of recomputed predictions: freed with them.
     inputs = (recipe.lora is None) + s.mtp_num_layers * (2 if recipe.train.recompute_method == "uniform" else 1)
-    ends = per.edge * (recipe.lora is None) + predictions
+    ends = per.edge * (recipe.lora is None) + prediction_layers.kept
     norm = layout.final_norm(s.mtp_num_layers)
     if norm == (layout.pipeline_model_parallel_size - 1, len(chunks) - 1):
         ends += per.norm
     elif norm[0] == stage:
-        chunks[norm[1]] = chunks[norm[1]][0] + per.norm, chunks[norm[1]][1]
+        chunks[norm[1]] = chunks[norm[1]].and_kept(per.norm)
     kept_logits, most_logits = losses.kept_and_most(recipe, s, layout, device)
     frees = losses.frees_its_input(recipe, device)
     tables = len(chunks) * per.tables
@@ -83,63 +99,94 @@ def _moments(
         s.num_moe_experts > 0,
         bool(recipe.speed.overlap_moe_expert_parallel_comm),
     )
-    for pending, chunk, held in moments:
-        stack = tables + sum(kept * number for (kept, _), number in zip(chunks, pending, strict=True))
-        # Of one chunk the gradient that was sent last; the outputs of several, but for the very last, which sends none.
-        sent = sum(pending[:-1] if last else pending) if len(chunks) > 1 else held
-        outputs = int(tokens * sent * per.edge)
-        recomputed = chunks[chunk][1]
-        if len(chunks) == 1:
-            # The previous micro-batch's input is released before the backward pass.
-            yield Peak(int(tokens * (stack + recomputed)), outputs=outputs)
-            yield Peak(int(tokens * (stack + held * per.edge)), outputs=outputs)
-        else:
-            yield Peak(int(tokens * (stack + held * per.edge + recomputed)), outputs=outputs)
-        if last and chunk == len(chunks) - 1:
+    for pending, turn, held in moments:
+        stack = tables + sum(each.kept * number for each, number in zip(chunks, pending, strict=True))
+        # Of one chunk the gradient that was sent last; of several the output, which is freed when the next one is.
+        outputs = int(tokens * (1 if len(chunks) > 1 else held) * per.edge)
+        # The previous micro-batch's input of a single chunk is released before the backward pass.
+        yield Peak(int(tokens * (stack + held * per.edge)), outputs=outputs)
+        stack_then = stack + (held * per.edge if len(chunks) > 1 else 0)
+        yield Peak(int(tokens * (stack_then + chunks[turn].again)), outputs=outputs)
+        more, gradients = chunks[turn].in_layer
+        yield Peak(int(tokens * (stack_then + more)), outputs=outputs, gradients=int(tokens * gradients))
+        if stage == turn == 0 and recipe.lora is None:
+            # After its layers, the gradient of the word embedding, from that of the hidden states of all ranks.
+            words = per.element * s.vocab_size * s.hidden_size // layout.tensor_model_parallel_size
+            words += int(tokens * (per.edge + 2 * per.gathered))
+            yield Peak(int(tokens * (stack_then - chunks[0].kept)), outputs=outputs, gradients=words)
+        if last and turn == len(chunks) - 1:
             end, freed = stack + held * per.edge + ends, per.edge * (recipe.lora is None)  # the main loss's input
-            yield Peak(int(tokens * end), kept_logits if frees else most_logits, kept_logits, outputs)
+            buffer = int(tokens * per.gathered_tokens)
+            yield Peak(int(tokens * end), kept_logits if frees else most_logits, kept_logits, outputs, buffer)
             if frees:
-                yield Peak(int(tokens * (end - freed)), most_logits, kept_logits, outputs)
+                yield Peak(int(tokens * (end - freed)), most_logits, kept_logits, outputs, buffer)
             if (prediction := losses.of_a_prediction(recipe, s, layout, device)) is not None:
                 freed = per.edge * inputs if frees else freed
-                yield Peak(int(tokens * (end - freed)), prediction[1], prediction[0], outputs)
+                yield Peak(int(tokens * (end - freed)), prediction[1], prediction[0], outputs, buffer)
             # The losses have been differentiated by then: they were computed after the layers.
-            yield Peak(int(tokens * (end - freed + recomputed_prediction)), outputs=outputs)
+            yield Peak(int(tokens * (end - freed + prediction_layers.again)), outputs=outputs)
+            more, gradients = prediction_layers.in_layer
+            yield Peak(int(tokens * (end - freed + more)), outputs=outputs, gradients=int(tokens * gradients))
 
 
-def _chunk(recipe: Recipe, per: PerToken, numbers: range) -> tuple[float, float]:
-    """Bytes per token that the layers of one chunk store, and those that exist only during recomputation."""
+def _chunk(recipe: Recipe, per: PerToken, numbers: range, *, last: bool) -> _Chunk:
+    """The layers of one chunk.
+
+    Args:
+        last: they are the model's last ones, after which the loss has been.
+    """
     train = recipe.train
     layers = [per.layer(number) for number in numbers]
     if not layers:
-        return 0.0, 0.0
+        return _Chunk()
     if train.recompute_granularity != "full" or not train.recompute_num_layers:
-        kept, most = 0.0, 0.0
+        kept = most = 0.0
+        in_layer = 0.0, 0.0
         for number in numbers:
             # The layers after it are freed by the time one is recomputed.
-            discarded = per.of(number).discarded(experts=per.has_experts(number))
+            own, experts = per.of(number), per.has_experts(number)
+            discarded = own.discarded(experts=experts)
             size = per.layer(number) - discarded.total
             most = max(most - size, discarded.most)
+            # The gradient that was received, and the restored result of an MLP.
+            edges = per.edge * (1 + (discarded.mlp >= own.inside(experts=experts) > 0))
+            here = own.fullest(experts=experts, more=discarded.mlp + discarded.twice_in_mlp, gradients=edges)
+            in_layer = max((in_layer[0] - size, in_layer[1] + per.edge * (not last)), here, key=sum)
             kept += size
-        return kept, most
+        return _Chunk(kept, most, in_layer)
     number = min(train.recompute_num_layers, len(layers))
     if train.recompute_method == "uniform":
         groups = [sum(layers[start : start + number]) for start in range(0, len(layers), number)]
-        return len(groups) * per.edge, max(groups) - per.edge  # whose input is stored anyway
+        again = max(groups) - per.edge  # whose input is stored anyway
+        end = numbers[min((groups.index(max(groups)) + 1) * number, len(layers)) - 1]
+        in_layer = per.of(end).fullest(experts=per.has_experts(end), more=again, gradients=2 * per.edge)
+        return _Chunk(len(groups) * per.edge, again, in_layer)
     # The layers after the block are freed by the time one inside it is recomputed.
     after = sum(layers[number:])
-    return number * per.edge + after, max(max(layers[:number]) - per.edge - after, 0.0)
+    again = max(layers[:number]) - per.edge - after
+    inside, end = numbers[layers.index(max(layers[:number]))], numbers[-1]
+    edges = per.edge * (2 + (after > 0 and not last))
+    moments = [per.of(inside).fullest(experts=per.has_experts(inside), more=again, gradients=edges)]
+    if after:
+        moments.append(per.of(end).fullest(experts=per.has_experts(end), more=0.0, gradients=per.edge))
+    return _Chunk(number * per.edge + after, max(again, 0.0), max(moments, key=sum))
 
 
-def _mtp(recipe: Recipe, per: PerToken) -> tuple[float, float]:
-    """Bytes per token that multi-token prediction layers keep, and those of the one that is being recomputed."""
+def _mtp(recipe: Recipe, per: PerToken) -> _Chunk:
+    """The multi-token prediction layers."""
     depth = per.shape.mtp_num_layers
+    if not depth:
+        return _Chunk()
     experts = per.shape.mtp_moe_layers > 0
     layer = per.expert_layer if experts else per.dense_layer
     # Both inputs and their norms, concatenated for the projection; the result's norm, and the output layer's input.
     around = 2 * per.norm + 2 * per.edge + per.norm + per.edge
+    # The gradients of the hidden states and of the layer's result.
+    edges = 2 * per.edge
     if recipe.train.recompute_method == "uniform":
         # The next token's embedding, and the output layer's input; the hidden states are the input of the loss before.
-        return depth * 2 * per.edge, layer + around if depth else 0.0
+        in_layer = per.fullest(experts=experts, more=layer + around, gradients=edges + per.edge)
+        return _Chunk(depth * 2 * per.edge, layer + around, in_layer)
     discarded = per.discarded(experts=experts)
-    return depth * (layer - discarded.total + around), discarded.most if depth else 0.0
+    in_layer = per.fullest(experts=experts, more=discarded.mlp + discarded.twice_in_mlp, gradients=edges)
+    return _Chunk(depth * (layer - discarded.total + around), discarded.most, in_layer)

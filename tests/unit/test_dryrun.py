@@ -113,8 +113,12 @@ def run(process: GlooWorld, *specs: str) -> list[Report]:
     return found
 
 
+MOVING = ("activations", "communication", "temporary")
+
+
 def require_planned(report: Report) -> None:
-    """Model states exactly, but for what pads an optimizer's share of a buffer; activations within 3 %."""
+    """Model states exactly, but for what pads an optimizer's share of a buffer; activations within 3 %, and with what
+    exists at their peak only at most 3 % less."""
     memory, expected = report["memory"], report["planned"]
     assert memory["weights"] == expected["weights"]
     assert memory["gradients"] == expected["gradients"]
@@ -126,6 +130,8 @@ def require_planned(report: Report) -> None:
         update, planned = (sum(each.get(part, 0) for part in parts) for each in (memory, expected))
         assert planned == pytest.approx(update, rel=CLOSE)
     assert report["planned_most_activations"] == pytest.approx(report["most_activations"], rel=CLOSE)
+    moving, planned = (sum(each[part] for part in MOVING) for each in (memory, expected))
+    assert moving * (1 - CLOSE) <= planned <= moving * (1 + 2 * CLOSE)
 
 
 def require_traffic(report: Report, plan: Plan, *, padding: float = 0.0) -> None:
@@ -208,9 +214,8 @@ SMALL_WORLDS: dict[str, partial[str]] = {
         "parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true", "train.micro_batch_size=2",
         world=4, ranks=(0, 2),
     ),
-    # The fullest moment is that of the gradients in an MLP, which the plan does not count: a narrow one.
     "written stages, more tokens": partial(
-        adamw, "model.ffn_hidden_size=256", "model.num_layers=5", "parallelism.pipeline_model_parallel_size=2",
+        adamw, "model.num_layers=5", "parallelism.pipeline_model_parallel_size=2",
         "parallelism.virtual_pipeline_model_parallel_size=2", "parallelism.pipeline_model_parallel_layout=Et|tt|tt|mL",
         "model.mtp_num_layers=1", "model.position_embedding_type=rope",
         "model.share_embeddings_and_output_weights=false", "train.micro_batch_size=2", *BLOCK, world=2, ranks=(0, 1),
