@@ -38,9 +38,12 @@ DEPTH = 64
 """Levels of nested lists and objects in JSON; Python's own limit depends on the stack of the caller."""
 
 _KINDS = {
-    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
-}  # fmt: skip
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 _MEMORY = 2 * GIB
 """Bytes that an untrusted template or tokenizer may take more than this process has."""
 _NO_MEMORY, _PANIC = 3, 4

@@ -414,6 +414,9 @@ def require_best(store: CheckpointStore) -> Entry:
         logger.warning(
             "the lowest held-out loss, %.4f, was after step %d, which has no checkpoint (checkpoint.keep_best, "
             "checkpoint.save_interval); step %d has %.4f",
-            last.best, last.best_step, lowest.step, lowest.held_out_loss,
-        )  # fmt: skip
+            last.best,
+            last.best_step,
+            lowest.step,
+            lowest.held_out_loss,
+        )
     return lowest

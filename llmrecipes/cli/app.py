@@ -103,9 +103,13 @@ SECTIONS: dict[str, dict[str, str]] = {
 
 
 MOST = {
-    "nodes": 100_000, "nnodes": 100_000, "nproc": 1_000_000, "ranks_per_node": 1_000_000, "tensor": 1_000_000,
+    "nodes": 100_000,
+    "nnodes": 100_000,
+    "nproc": 1_000_000,
+    "ranks_per_node": 1_000_000,
+    "tensor": 1_000_000,
     "flops": 1e35,
-}  # fmt: skip
+}
 """Largest values of options by the names of their parameters: beyond what any cluster has, and small enough to plan."""
 MOST_OTHERS = 1_000_000_000
 MOST_SEED = 2**63 - 1

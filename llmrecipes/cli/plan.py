@@ -202,10 +202,11 @@ def plan(
     for option, (value, of) in belongs.items():
         if value is not None and mode not in of:
             raise UserError(
-                f"set with {mode}" if mode else f"set without {of[0]}", where=option,
+                f"set with {mode}" if mode else f"set without {of[0]}",
+                where=option,
                 rule=f"only valid with {', '.join(owner or 'a plan of one layout' for owner in of)}",
                 fix=of[0] or f"plan without {mode}",
-            )  # fmt: skip
+            )
     counts = _counts(gpus, several=compare)
     if calibrate:
         names = [*([] if recipe is None else [recipe]), *(overrides or [])]
@@ -375,8 +376,12 @@ def usd(text: str) -> float:
     except ValueError:
         price = math.nan
     if not (math.isfinite(price) and price > 0):
-        raise UserError(f"{text!r}", where="--usd-per-gpu-hour", rule="must be a positive number of US dollars",
-                        fix="--usd-per-gpu-hour 2.5")  # fmt: skip
+        raise UserError(
+            f"{text!r}",
+            where="--usd-per-gpu-hour",
+            rule="must be a positive number of US dollars",
+            fix="--usd-per-gpu-hour 2.5",
+        )
     return price
 
 

@@ -84,9 +84,7 @@ def quantize(
     def compare(original: Path, quantized: Path) -> None:
         rows.extend(compare_folders(model, original, quantized, options.scheme, runs_dir, data_dir, wanted))
 
-    made = make(
-        model, out, runs_dir, data_dir, options, None if as_json else Counted(), compare if measure else None
-    )  # fmt: skip
+    made = make(model, out, runs_dir, data_dir, options, None if as_json else Counted(), compare if measure else None)
     if as_json:
         print(json.dumps({**asdict(made), "measured": [asdict(row) for row in rows]}))
         return

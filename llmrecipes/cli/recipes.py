@@ -102,8 +102,12 @@ def new(
         name = None
     if name is None and source is None:
         if as_json or not sys.stdin.isatty():
-            raise UserError("not set", where="NAME", rule="NAME is required unless run on a terminal",
-                            fix="llmrecipes new NAME --params 1b")  # fmt: skip
+            raise UserError(
+                "not set",
+                where="NAME",
+                rule="NAME is required unless run on a terminal",
+                fix="llmrecipes new NAME --params 1b",
+            )
         name = typer.prompt("Name of the recipe")
         if params is None and like is None:
             params = typer.prompt("Parameters of the model (350m, 1b, 7b)")

@@ -119,8 +119,12 @@ def _given(options: list[str]) -> dict[str, Any]:
     for text in options:
         name, equals, value = text.partition("=")
         if not equals or not name or (name in OF_A_NUMBER and not value.isdecimal()):
-            raise UserError(f"{text!r}", where="--submit", rule="must be NAME=VALUE, an option of llmrecipes submit",
-                            fix="--submit time=2:00:00")  # fmt: skip
+            raise UserError(
+                f"{text!r}",
+                where="--submit",
+                rule="must be NAME=VALUE, an option of llmrecipes submit",
+                fix="--submit time=2:00:00",
+            )
         if name in OF_A_LIST:
             options_by_name.setdefault(name, []).append(value)
         else:

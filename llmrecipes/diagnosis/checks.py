@@ -31,13 +31,20 @@ class Checks:
         self._facts, self._of_losses = facts, _of_losses(facts)
         self._stage: Any = None
         self._checks: tuple[Check, ...] = (
-            LearningRateLow(facts), Guessing(facts), GradientNorm(facts), Use(facts), SlowRank(facts), MemoryCreep(),
+            LearningRateLow(facts),
+            Guessing(facts),
+            GradientNorm(facts),
+            Use(facts),
+            SlowRank(facts),
+            MemoryCreep(),
             Storage(),
-        )  # fmt: skip
+        )
         self._of_key: tuple[tuple[str, Check], ...] = (
-            ("layers", UntrainedLayers()), ("experts", DeadExperts(facts)), ("loss_scale", LossScale()),
+            ("layers", UntrainedLayers()),
+            ("experts", DeadExperts(facts)),
+            ("loss_scale", LossScale()),
             ("nodes", Clocks()),
-        )  # fmt: skip
+        )
         """Those that read one key, which most records of a long run do not have."""
         self._seen: dict[str, tuple[Sighting, Sighting, int]] = {}
         """First and last sighting of each rule, and their number."""

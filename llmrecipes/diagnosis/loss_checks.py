@@ -299,9 +299,12 @@ class Overfitting:
                 f"training loss fell from {self._loss_then:.3f} to {now:.3f}"
             )
             evidence = {
-                "valid_loss": held_out, "best": self._best, "best_at": self._best_at, "loss": now,
+                "valid_loss": held_out,
+                "best": self._best,
+                "best_at": self._best_at,
+                "loss": now,
                 "loss_then": self._loss_then,
-            }  # fmt: skip
+            }
             yield Sighting("overfitting", record["step"], text, evidence)
 
 
@@ -342,7 +345,10 @@ class TrainValidGap:
                 f"{self._smallest_at} it was {self._smallest:.3f}"
             )
             evidence = {
-                "valid_loss": held_out, "loss": now, "gap": gap, "smallest": self._smallest,
+                "valid_loss": held_out,
+                "loss": now,
+                "gap": gap,
+                "smallest": self._smallest,
                 "smallest_at": self._smallest_at,
-            }  # fmt: skip
+            }
             yield Sighting("train_valid_gap", record["step"], text, evidence)

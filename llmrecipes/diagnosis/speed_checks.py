@@ -67,9 +67,13 @@ class Use:
     def _sighting(self, record: Record, what: str, used: float | None, mfu: float | None) -> Sighting:
         reason, why = self._reason()
         evidence = {
-            "gpu_use": used, "mfu": mfu, "reason": reason, "waiting": self._waited, "communication": self._sent,
+            "gpu_use": used,
+            "mfu": mfu,
+            "reason": reason,
+            "waiting": self._waited,
+            "communication": self._sent,
             "micro_batch_tokens": self._tokens,
-        }  # fmt: skip
+        }
         return Sighting("gpu_use_low", record["step"], f"{what}: {why}", evidence)
 
     def _reason(self) -> tuple[str, str]:

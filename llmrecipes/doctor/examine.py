@@ -160,8 +160,11 @@ def check_versions(
     if len(nccl) > 1:
         both = ", ".join(f"{name} {version}" for name, version in sorted(nccl.items()))
         yield fail("version of NCCL", f"several packages provide it: {both}", "keep the one that torch requires")
-    other = [f"{name} {versions[name]} (lock {wanted})" for name, wanted in sorted(locked.items())
-             if name in versions and _public(versions[name]) != _public(wanted)]  # fmt: skip
+    other = [
+        f"{name} {versions[name]} (lock {wanted})"
+        for name, wanted in sorted(locked.items())
+        if name in versions and _public(versions[name]) != _public(wanted)
+    ]
     if other:
         fix = "make setup; expected in a container with its own torch"
         yield warn("lock file", f"versions differ from the tested ones: {', '.join(other)}", fix)

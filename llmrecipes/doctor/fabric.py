@@ -167,11 +167,14 @@ def gid_index(port: Port, profile: Profile | None, user: Mapping[str, str], syst
     folder = system / port.device / "ports" / port.number
     numbers = [index] if index.isdecimal() else [path.name for path in folder.glob("gids/*")]
     return next(
-        (number for number in sorted(map(int, numbers))
-         if _read(folder, "gid_attrs", "types", str(number)) == "RoCE v2"
-         and _read(folder, "gids", str(number)).startswith(IPV4)),
+        (
+            number
+            for number in sorted(map(int, numbers))
+            if _read(folder, "gid_attrs", "types", str(number)) == "RoCE v2"
+            and _read(folder, "gids", str(number)).startswith(IPV4)
+        ),
         None,
-    )  # fmt: skip
+    )
 
 
 def _chosen(profile: Profile | None, user: Mapping[str, str]) -> str:

@@ -43,9 +43,11 @@ class LogitsScorer:
 
         if find_spec("compressed_tensors") is None:
             raise UserError(
-                "the package compressed-tensors is not installed", where=str(folder),
-                rule="it unpacks quantised weights", fix="pip install 'llmrecipes[quantize]'",
-            )  # fmt: skip
+                "the package compressed-tensors is not installed",
+                where=str(folder),
+                rule="it unpacks quantised weights",
+                fix="pip install 'llmrecipes[quantize]'",
+            )
         transformers.utils.logging.disable_progress_bar()
         try:
             model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -54,9 +56,10 @@ class LogitsScorer:
         except Exception as error:  # transformers and compressed-tensors raise several kinds
             said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise UserError(
-                f"transformers cannot load it: {said[:300]}", where=str(folder),
+                f"transformers cannot load it: {said[:300]}",
+                where=str(folder),
                 rule="it must be a quantised model for transformers, without custom code",
-            ) from error  # fmt: skip
+            ) from error
         return cls(lambda ids: model(input_ids=ids, use_cache=False).logits, int(model.config.max_position_embeddings))
 
     @torch.no_grad()

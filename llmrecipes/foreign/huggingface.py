@@ -43,8 +43,12 @@ def from_config(config: Mapping[str, Any], draft: Draft, path: Path, wanted: Wan
     draft.set("model.seq_length", length, why="config.json has only the largest: --seq-length changes it")
     coefficient = config.get("router_aux_loss_coef")
     if coefficient and section.get("num_moe_experts"):
-        draft.leave("router_aux_loss_coef", coefficient, "transformers averages it over layers, Megatron adds layers: "
-                    "set model.moe_aux_loss_coeff", differs=True)  # fmt: skip
+        draft.leave(
+            "router_aux_loss_coef",
+            coefficient,
+            "transformers averages it over layers, Megatron adds layers: set model.moe_aux_loss_coeff",
+            differs=True,
+        )
     translated = {row.name for row in draft.rows}
     dropped = without_effect(config, path.parent)
     known = {key for special in family.specials for key in special.theirs} | {fixed.theirs for fixed in family.fixed}

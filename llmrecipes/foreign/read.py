@@ -76,14 +76,21 @@ def translate(path: Path, wanted: Wanted) -> Translated:
 
 def _require_unused(wanted: Wanted, foreign: Foreign) -> None:
     """Refuse options that would be ignored."""
-    options = {"--data": wanted.data, "--tokenizer": wanted.tokenizer, "--seq-length": wanted.seq_length,
-               "--tokens": wanted.tokens, "--params": wanted.params}  # fmt: skip
+    options = {
+        "--data": wanted.data,
+        "--tokenizer": wanted.tokenizer,
+        "--seq-length": wanted.seq_length,
+        "--tokens": wanted.tokens,
+        "--params": wanted.params,
+    }
     for option, value in options.items():
         if value:
             raise UserError(
-                f"set with a file of {foreign.program}", where=option, rule="the file says it, or a key=value does",
+                f"set with a file of {foreign.program}",
+                where=option,
+                rule="the file says it, or a key=value does",
                 fix=f"leave {option} out",
-            )  # fmt: skip
+            )
 
 
 def named(path: Path) -> str:
@@ -110,10 +117,12 @@ def _foreign(path: Path) -> Foreign:
         )
     if foreign.kind == "python":
         raise UserError(
-            "a Python file", where=f"--from {path}", rule="configurations are read, never executed",
+            "a Python file",
+            where=f"--from {path}",
+            rule="configurations are read, never executed",
             fix="pass what the code writes: a TOML of torchtitan, the YAML of a NeMo or Megatron-Bridge config, or the "
             "model's config.json",
-        )  # fmt: skip
+        )
     return foreign
 
 
@@ -173,9 +182,11 @@ def _vocabulary(draft: Draft) -> None:
         backend, _ = load_huggingface(Tokenizer(**tokenizer), 1 << 31)
     except UserError as error:
         raise UserError(
-            f"not in the file, and the tokenizer cannot be read: {error.what}", where="model.vocab_size",
-            rule="the number of tokens of the tokenizer", fix="model.vocab_size=N",
-        ) from error  # fmt: skip
+            f"not in the file, and the tokenizer cannot be read: {error.what}",
+            where="model.vocab_size",
+            rule="the number of tokens of the tokenizer",
+            fix="model.vocab_size=N",
+        ) from error
     draft.set("model.vocab_size", vocabulary(backend), why="of the tokenizer")
 
 

@@ -47,9 +47,12 @@ def planned(cluster: str | None, nodes: int | None, ranks: int) -> Cluster:
     """
     if cluster is None:
         if nodes is not None:
-            raise UserError("set without --cluster", where="--nodes",
-                            rule="a plan for several nodes needs a cluster profile",
-                            fix="--cluster NAME; llmrecipes clusters lists them")  # fmt: skip
+            raise UserError(
+                "set without --cluster",
+                where="--nodes",
+                rule="a plan for several nodes needs a cluster profile",
+                fix="--cluster NAME; llmrecipes clusters lists them",
+            )
         return detect()
     profile = load_profile(cluster)
     if nodes is None:

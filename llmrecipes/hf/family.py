@@ -57,9 +57,10 @@ def family_named(model_type: object, where: str) -> Family:
     if family is None:
         raise UserError(
             "model_type is missing" if model_type is None else f"unsupported model_type {model_type!r}",
-            where=where, rule=f"one of {', '.join(FAMILIES)}",
+            where=where,
+            rule=f"one of {', '.join(FAMILIES)}",
             fix="use a model of one of these types; CONTRIBUTING.md says how to add a family",
-        )  # fmt: skip
+        )
     return family
 
 

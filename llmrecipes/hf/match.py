@@ -113,10 +113,11 @@ def _completed(family: Family, config: Mapping[str, Any], where: str) -> dict[st
         logger.setLevel(level)
     if whole["model_type"] != family.name:
         raise UserError(
-            f"transformers reads it as a model of type {whole['model_type']}", where=where,
+            f"transformers reads it as a model of type {whole['model_type']}",
+            where=where,
             rule=f"one of {', '.join(FAMILIES)}",
             fix="use a model of one of these types",
-        )  # fmt: skip
+        )
     # A later transformers may have more keys with defaults.
     return {key: value for key, value in whole.items() if key in given or key in family.known}
 

@@ -83,9 +83,11 @@ def resolve(text: str, revision: str | None = None, patterns: tuple[str, ...] = 
     if is_path(name):
         if revision is not None:
             raise UserError(
-                f"{revision} given for a folder", where="--revision", rule="only models on the Hub have revisions",
+                f"{revision} given for a folder",
+                where="--revision",
+                rule="only models on the Hub have revisions",
                 fix="leave it out",
-            )  # fmt: skip
+            )
         return Located(Path(name).expanduser(), name, None)
     return _fetched(name, revision, patterns)
 
@@ -261,10 +263,11 @@ def read_config(path: Path, quantised: str | None = None) -> dict[str, Any]:
         )
     if method != quantised:
         raise UserError(
-            f"quantised weights: quantization_config has {str(method)[:40]!r}", where=str(path / CONFIG),
+            f"quantised weights: quantization_config has {str(method)[:40]!r}",
+            where=str(path / CONFIG),
             rule=f"quantised weights must be {quantised}, as llmrecipes quantize writes them",
             fix="use the original weights",
-        )  # fmt: skip
+        )
     return config
 
 

@@ -146,22 +146,26 @@ def gpu_variables(plan: RunPlan, gpu: str) -> dict[str, tuple[str, str]]:
         )
     if plan.world_size > 1 and not any(stage.recipe.speed.high_priority_stream_groups for stage in plan.stages):
         values["TORCH_NCCL_HIGH_PRIORITY"] = (
-            "1", "starts NCCL's kernels before queued computation; Megatron-Bridge sets it"
-        )  # fmt: skip
+            "1",
+            "starts NCCL's kernels before queued computation; Megatron-Bridge sets it",
+        )
     hopper = HOPPER & set(gpu.replace("-", " ").split())
     overlapped = any(
         shared or stage.recipe.parallelism.overlap_grad_reduce or stage.recipe.parallelism.overlap_param_gather
         for shared, stage in zip(together, plan.stages, strict=True)
     )
     if hopper and plan.largest.target.transformer_engine and overlapped:
-        margin = (NORM_MARGIN, "multiprocessors that TransformerEngine's norms leave free for overlapped NCCL kernels; "
-                  "Megatron-Bridge sets it on H100")  # fmt: skip
+        margin = (
+            NORM_MARGIN,
+            "multiprocessors that TransformerEngine's norms leave free for overlapped NCCL kernels; "
+            "Megatron-Bridge sets it on H100",
+        )
         values |= {f"NVTE_{direction}_LAYERNORM_SM_MARGIN": margin for direction in ("FWD", "BWD")}
     if any(value(stage.features, "cuda_graph_impl") for stage in plan.stages):
         values["NCCL_GRAPH_REGISTER"] = (
             "0",
-            "otherwise NCCL registers CUDA graph buffers, which expandable segments move; megatron-core requires it"
-        )  # fmt: skip
+            "otherwise NCCL registers CUDA graph buffers, which expandable segments move; megatron-core requires it",
+        )
     if value(plan.largest.features, "deterministic_mode"):
         reason = "speed.deterministic_mode"
         values |= {name: (setting, reason) for name, setting in DETERMINISTIC.items()}

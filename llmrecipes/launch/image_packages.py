@@ -56,10 +56,11 @@ def warnings(submission: Submission, given: LauncherOptions, *, python: bool) ->
         return (f"the image must have {_listed(unusual)}; {HOW}",) if unusual else ()
     if lacking := [need for need in needs if need.package in absent]:
         raise UserError(
-            f"needs {_listed(lacking)}, and the image does not have it", where=lacking[0].key,
+            f"needs {_listed(lacking)}, and the image does not have it",
+            where=lacking[0].key,
             rule=f"images of make image have the extras {', '.join(sorted(IN_IMAGES))}, others may have more: {image}",
             fix=f"{HOW}; or remove the key",
-        )  # fmt: skip
+        )
     return ()
 
 

@@ -40,23 +40,27 @@ OPTIONS: dict[str, LauncherOption] = {
     "partition": LauncherOption(_SLURM, "submit to this partition; default: the profile's.", "NAME"),
     "account": LauncherOption(_SLURM, "charge this account; default: the profile's.", "NAME"),
     "qos": LauncherOption(_SLURM, "use this quality of service; default: the profile's.", "NAME"),
-    "time": LauncherOption(
-        (SLURM, K8S), "time limit, such as 8:00:00; default on Slurm: the profile's.", "LIMIT"),
-    "image": LauncherOption(
-        (SLURM, K8S, SKYPILOT), "run in this container image; for k8s, NAME@sha256:DIGEST.", "REF"),
+    "time": LauncherOption((SLURM, K8S), "time limit, such as 8:00:00; default on Slurm: the profile's.", "LIMIT"),
+    "image": LauncherOption((SLURM, K8S, SKYPILOT), "run in this container image; for k8s, NAME@sha256:DIGEST.", "REF"),
     "runtime": LauncherOption(
-        _SLURM, "run containers with pyxis or apptainer, or none; default: the profile's.", "WHAT"),
-    "python": LauncherOption(
-        _SLURM, "start ranks with this Python; default: the current one, or the image's.", "PATH"),
+        _SLURM, "run containers with pyxis or apptainer, or none; default: the profile's.", "WHAT"
+    ),
+    "python": LauncherOption(_SLURM, "start ranks with this Python; default: the current one, or the image's.", "PATH"),
     "warning": LauncherOption(
-        _SLURM, "save and requeue S seconds before the time limit; default: twice the time of a step and a save.",
-        "S", int, 1, 65535),
+        _SLURM,
+        "save and requeue S seconds before the time limit; default: twice the time of a step and a save.",
+        "S",
+        int,
+        1,
+        65535,
+    ),
     "max-restarts": LauncherOption(
-        (SLURM, K8S, LOCAL, SKYPILOT), "Restart at most N times after failures, then exit with code 93.", "N", int, 0),
+        (SLURM, K8S, LOCAL, SKYPILOT), "Restart at most N times after failures, then exit with code 93.", "N", int, 0
+    ),
     "prepare-partition": LauncherOption(_SLURM, "tokenize missing data in this partition.", "NAME"),
     "prepare-nodes": LauncherOption(
-        (SLURM, K8S), "tokenize missing data on N nodes, as a Ray cluster; default: 1, without Ray.",
-        "N", int, 1, 1000),
+        (SLURM, K8S), "tokenize missing data on N nodes, as a Ray cluster; default: 1, without Ray.", "N", int, 1, 1000
+    ),
     "sbatch": LauncherOption(_SLURM, "pass an option to sbatch, repeatable: --sbatch=--reservation=x", "OPTION", list),
     "flavor": LauncherOption(_K8S, "create a job (default), jobset or trainjob.", "KIND"),
     "namespace": LauncherOption(_K8S, "create objects in this namespace; default: default.", "NAME"),
@@ -70,7 +74,7 @@ OPTIONS: dict[str, LauncherOption] = {
     "pull-secret": LauncherOption(_K8S, "pull the image with this Secret.", "NAME"),
     "host-network": LauncherOption(_K8S, "use the host network, if RDMA needs it.", kind=bool),
     "prepared": LauncherOption(_K8S, "skip the data preparation Job; the data is already on the claim.", kind=bool),
-}  # fmt: skip
+}
 """By their names on the command line, without dashes."""
 
 

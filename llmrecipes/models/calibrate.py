@@ -117,9 +117,11 @@ def calibrate(method: str, work: CalibrationData) -> dict[str, Changed]:
         work.progress.close()
     if not changed:
         raise UserError(
-            "no linear layer of this model reads the output of a norm", where="--method",
-            rule=f"{method} moves scales from linear layers into the norm before them", fix="--method gptq or rtn",
-        )  # fmt: skip
+            "no linear layer of this model reads the output of a norm",
+            where="--method",
+            rule=f"{method} moves scales from linear layers into the norm before them",
+            fix="--method gptq or rtn",
+        )
     return changed
 
 
@@ -225,9 +227,11 @@ def _require_gated(name: str, block: Any) -> None:
     others = ("is_transposed", "has_bias", "has_post_expert_norm")
     if not getattr(block, "has_gate", False) or any(getattr(block, key, False) for key in others):
         raise UserError(
-            f"{name} has the type {type(block).__name__}", where="--method",
-            rule="gptq supports experts of gate, up and down projections without biases", fix="--method rtn",
-        )  # fmt: skip
+            f"{name} has the type {type(block).__name__}",
+            where="--method",
+            rule="gptq supports experts of gate, up and down projections without biases",
+            fix="--method rtn",
+        )
 
 
 def _routed(
@@ -332,9 +336,11 @@ def _moved(layer: _LayerPass, norm: str, readers: Sequence[str], scale: torch.Te
             break
     else:
         raise UserError(
-            f"{norm} has the type {type(module).__name__}", where="--method",
-            rule="scales can only be moved into a norm that multiplies its output by a weight", fix="--method gptq",
-        )  # fmt: skip
+            f"{norm} has the type {type(module).__name__}",
+            where="--method",
+            rule="scales can only be moved into a norm that multiplies its output by a weight",
+            fix="--method gptq",
+        )
     changed = {f"{norm}.weight": Changed(module.weight.detach().clone())}
     if bias is not None:
         changed[f"{norm}.bias"] = Changed(bias.detach().clone())
@@ -357,9 +363,7 @@ def _gptq(layer: _LayerPass, work: CalibrationData) -> dict[str, Changed]:
     for name, linear in layer.linears.items():
         if name not in hessians:
             continue
-        weight, scale = gptq(
-            linear.weight.float(), hessians.pop(name), work.scheme, work.dtype or linear.weight.dtype
-        )  # fmt: skip
+        weight, scale = gptq(linear.weight.float(), hessians.pop(name), work.scheme, work.dtype or linear.weight.dtype)
         linear.weight.copy_(weight.to(linear.weight.dtype))
         changed[name] = Changed(weight.to(linear.weight.dtype), scale)
     for name, place in layer.experts.items():

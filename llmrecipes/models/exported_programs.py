@@ -110,10 +110,18 @@ def export_program(
         shutil.rmtree(source)
         size = sum(path.stat().st_size for path in folder.glob(f"{file.name}*"))
     return ExportedProgram(
-        path=str(out), run=exported.run, step=exported.step, form=form, family=exported.family, dtype=dtype,
-        parameters=exported.parameters, bytes=size, largest_difference=difference, notes=exported.notes,
+        path=str(out),
+        run=exported.run,
+        step=exported.step,
+        form=form,
+        family=exported.family,
+        dtype=dtype,
+        parameters=exported.parameters,
+        bytes=size,
+        largest_difference=difference,
+        notes=exported.notes,
         seconds=round(time.monotonic() - started, 3),
-    )  # fmt: skip
+    )
 
 
 def require_runtimes(where: str, form: str, packages: tuple[str, ...]) -> None:
@@ -124,9 +132,11 @@ def require_runtimes(where: str, form: str, packages: tuple[str, ...]) -> None:
     """
     if missing := [name for name in packages if find_spec(name) is None]:
         raise UserError(
-            f"{form} needs the package {', '.join(missing)}, which is not installed", where=where,
-            rule="its packages are in the extra `runtimes`", fix="pip install 'llmrecipes[runtimes]'",
-        )  # fmt: skip
+            f"{form} needs the package {', '.join(missing)}, which is not installed",
+            where=where,
+            rule="its packages are in the extra `runtimes`",
+            fix="pip install 'llmrecipes[runtimes]'",
+        )
 
 
 def cache_names(layers: int) -> tuple[list[str], list[str]]:
@@ -233,9 +243,14 @@ def _to_int8(file: Path, *, external: bool) -> None:
     part = file.with_name(f"{file.name}.int8")
     # Seven bits of the eight: with all of them, processors without VNNI overflow, silently.
     quantize_dynamic(
-        file, part, op_types_to_quantize=["MatMul", "Gemm"], weight_type=QuantType.QInt8, per_channel=True,
-        reduce_range=True, use_external_data_format=external,
-    )  # fmt: skip
+        file,
+        part,
+        op_types_to_quantize=["MatMul", "Gemm"],
+        weight_type=QuantType.QInt8,
+        per_channel=True,
+        reduce_range=True,
+        use_external_data_format=external,
+    )
     for each in before:
         each.unlink()
     part.rename(file)  # weights beside it keep the name that is written in it
@@ -296,10 +311,11 @@ def _in_onnx_runtime(file: Path, ids: torch.Tensor) -> torch.Tensor:
 def _without_operator(error: Exception, form: str, family: str) -> UserError:
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return UserError(
-        f"a model of type {family} cannot be written: {said[:300]}", where=f"--to {form}",
+        f"a model of type {family} cannot be written: {said[:300]}",
+        where=f"--to {form}",
         rule=f"{form} must have every operation of the model, for any batch and length",
         fix="--to hf, which supports every family",
-    )  # fmt: skip
+    )
 
 
 @contextmanager

@@ -235,8 +235,12 @@ def _exported(request: Finetuning, paths: Paths, log: Log) -> Finetuning:
     if (Path(request.model) / "config.json").is_file() or Run.named(name, paths.runs_dir) is None:
         return request
     if request.revision is not None:
-        raise UserError(f"{request.revision} given for a run", where="--revision",
-                        rule="only models on the Hub have revisions", fix=f"{name}@STEP")  # fmt: skip
+        raise UserError(
+            f"{request.revision} given for a run",
+            where="--revision",
+            rule="only models on the Hub have revisions",
+            fix=f"{name}@STEP",
+        )
     from llmrecipes.models.export import default_folder, export
     from llmrecipes.models.export_options import ExportOptions
     from llmrecipes.workflow.model_source import find_checkpoint
@@ -442,6 +446,8 @@ def _require_same(request: Finetuning) -> None:
     if changed:
         what = f"was made with another {', '.join(changed)}" if then else "was not made by finetune"
         raise UserError(
-            what, where=str(request.folder), rule="a folder holds one fine-tuning; the same command continues it",
+            what,
+            where=str(request.folder),
+            rule="a folder holds one fine-tuning; the same command continues it",
             fix="--out DIR for a new one; or edit the recipe in it, and repeat the later steps",
-        )  # fmt: skip
+        )

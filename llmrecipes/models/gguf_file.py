@@ -35,9 +35,15 @@ if TYPE_CHECKING:
 
 FILE = "model.gguf"
 TYPES: Mapping[str, str] = {
-    "fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q5_1": "Q5_1", "q5_0": "Q5_0", "q4_1": "Q4_1",
+    "fp32": "F32",
+    "fp16": "F16",
+    "bf16": "BF16",
+    "q8_0": "Q8_0",
+    "q5_1": "Q5_1",
+    "q5_0": "Q5_0",
+    "q4_1": "Q4_1",
     "q4_0": "Q4_0",
-}  # fmt: skip
+}
 """llama.cpp's types of matrices, those that the package can write; vectors are fp32, as in llama.cpp's own files."""
 K_TYPES: Mapping[str, str] = {"q6_k": "Q6_K", "q5_k_m": "Q5_K_M", "q4_k_m": "Q4_K_M"}
 """Types that only llama.cpp writes: mixtures, in which it gives some tensors more bits."""
@@ -49,9 +55,13 @@ FEW_BITS = ("q5_1", "q5_0", "q4_1", "q4_0")
 WIDER = ("token_embd", "output")
 """Matrices that are Q8_0 where the others have 4 or 5 bits; llama.cpp's own files have them in Q6_K or Q8_0."""
 FAMILIES: Mapping[str, str] = {
-    "llama": "LLAMA", "mistral": "LLAMA", "mixtral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3",
+    "llama": "LLAMA",
+    "mistral": "LLAMA",
+    "mixtral": "LLAMA",
+    "qwen2": "QWEN2",
+    "qwen3": "QWEN3",
     "qwen3_moe": "QWEN3MOE",
-}  # fmt: skip
+}
 """llama.cpp's architecture of a family."""
 ROTATES_PAIRS = ("LLAMA",)
 """Architectures that rotate neighbouring channels, where transformers rotates channels half a head apart."""
@@ -100,16 +110,18 @@ def export_gguf(
     dtype = options.dtype or opened.recipe.train.precision
     if dtype not in TYPES and dtype not in K_TYPES:
         raise UserError(
-            f"{dtype!r} is not supported with --to gguf", where="--dtype",
+            f"{dtype!r} is not supported with --to gguf",
+            where="--dtype",
             rule=f"one of {', '.join((*TYPES, *K_TYPES))}",
             fix="--dtype fp16, then llama.cpp's llama-quantize for other types",
-        )  # fmt: skip
+        )
     if dtype in K_TYPES and find_spec(LLAMA_CPP) is None:
         raise UserError(
-            f"{dtype} needs the package {LLAMA_CPP}, which is not installed", where="--dtype",
+            f"{dtype} needs the package {LLAMA_CPP}, which is not installed",
+            where="--dtype",
             rule=f"only llama.cpp writes {', '.join(K_TYPES)}",
             fix="pip install llama-cpp-python, or --dtype fp16 and then llama.cpp's llama-quantize",
-        )  # fmt: skip
+        )
     _require_form(opened.family.name, opened.config)
     vocabulary, notes = _vocabulary(opened, data_dir) if options.tokenizer else (None, ())
     with published(out) as folder:
@@ -118,28 +130,42 @@ def export_gguf(
             _quantize(folder / FILE, dtype)
         size = (folder / FILE).stat().st_size
     return ExportedProgram(
-        path=str(out), run=str(run), step=entry.step, form="gguf", family=opened.family.name, dtype=dtype,
-        parameters=parameters, bytes=size, largest_difference=None, notes=notes,
+        path=str(out),
+        run=str(run),
+        step=entry.step,
+        form="gguf",
+        family=opened.family.name,
+        dtype=dtype,
+        parameters=parameters,
+        bytes=size,
+        largest_difference=None,
+        notes=notes,
         seconds=round(time.monotonic() - started, 3),
-    )  # fmt: skip
+    )
 
 
 def _require_form(family: str, config: Mapping[str, Any]) -> None:
     if family not in FAMILIES:
         raise UserError(
-            f"models of type {family} are not supported", where="--to gguf", rule=f"one of {', '.join(FAMILIES)}",
+            f"models of type {family} are not supported",
+            where="--to gguf",
+            rule=f"one of {', '.join(FAMILIES)}",
             fix="--to onnx, or --family with one of them if the architecture matches",
-        )  # fmt: skip
+        )
     if family == "qwen3_moe" and config["mlp_only_layers"]:
         raise UserError(
-            f"layers {config['mlp_only_layers']} have no experts", where="--to gguf",
-            rule="in llama.cpp every layer of a qwen3_moe has experts", fix="--to onnx",
-        )  # fmt: skip
+            f"layers {config['mlp_only_layers']} have no experts",
+            where="--to gguf",
+            rule="in llama.cpp every layer of a qwen3_moe has experts",
+            fix="--to onnx",
+        )
     if family == "qwen3_moe" and not config["norm_topk_prob"]:
         raise UserError(
-            "model.moe_router_pre_softmax is not supported", where="--to gguf",
-            rule="in llama.cpp the scores of a token's experts sum to one", fix="--to onnx",
-        )  # fmt: skip
+            "model.moe_router_pre_softmax is not supported",
+            where="--to gguf",
+            rule="in llama.cpp the scores of a token's experts sum to one",
+            fix="--to onnx",
+        )
 
 
 def _write(opened: OpenedRun, file: Path, dtype: str, vocabulary: Vocabulary | None) -> int:
@@ -181,10 +207,11 @@ def _write(opened: OpenedRun, file: Path, dtype: str, vocabulary: Vocabulary | N
         needed = K_BLOCK if dtype in K_TYPES and of_type[theirs] is kind else block
         if row % needed:
             raise UserError(
-                f"{names[0]} has rows of {row} elements", where="--dtype", rule=f"{dtype} needs rows of a multiple "
-                f"of {needed} elements",
+                f"{names[0]} has rows of {row} elements",
+                where="--dtype",
+                rule=f"{dtype} needs rows of a multiple of {needed} elements",
                 fix="--dtype fp16",
-            )  # fmt: skip
+            )
         if EXPERT.search(names[0]):
             shape = (len(names), *shape)
         count = prod(shape)
@@ -283,9 +310,11 @@ def _add_positions(writer: Any, architecture: str, config: Mapping[str, Any]) ->
         return None
     if kind not in ("llama3", "yarn") or (kind == "llama3" and architecture not in ROTATES_PAIRS):
         raise UserError(
-            f"rope_type {kind} is not supported for models of type {config['model_type']}", where="--to gguf",
-            rule="llama.cpp has linear and yarn, and llama3 for llama, mistral and mixtral", fix="--to onnx",
-        )  # fmt: skip
+            f"rope_type {kind} is not supported for models of type {config['model_type']}",
+            where="--to gguf",
+            rule="llama.cpp has linear and yarn, and llama3 for llama, mistral and mixtral",
+            fix="--to onnx",
+        )
     frequencies, attention = ROPE_INIT_FUNCTIONS[kind](read, "cpu")
     if kind == "llama3":
         channels = 2 * len(frequencies)
@@ -297,8 +326,10 @@ def _add_positions(writer: Any, architecture: str, config: Mapping[str, Any]) ->
     if (fast, slow) != (32, 1) or not positions.get("truncate", True):
         raise UserError(
             f"YaRN with beta_fast {fast}, beta_slow {slow} and truncate {positions.get('truncate', True)}",
-            where="--to gguf", rule="llama.cpp computes with 32, 1 and true for these models", fix="--to onnx",
-        )  # fmt: skip
+            where="--to gguf",
+            rule="llama.cpp computes with 32, 1 and true for these models",
+            fix="--to onnx",
+        )
     factor = positions["factor"]
     writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
     writer.add_rope_scaling_factor(factor)
@@ -342,8 +373,12 @@ def _pairs(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 SAMPLING: Mapping[str, str] = {
-    "temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat",
-}  # fmt: skip
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
 """Keys of generation_config.json by the package's names of llama.cpp's."""
 
 
@@ -424,10 +459,11 @@ def _vocabulary(opened: OpenedRun, data_dir: Path) -> tuple[Vocabulary, tuple[st
     pattern = _pattern(file.get("pre_tokenizer"))
     if model.get("type") != "BPE" or pattern is None:
         raise UserError(
-            f"a tokenizer of type {model.get('type')} with an unknown pattern", where="--to gguf",
+            f"a tokenizer of type {model.get('type')} with an unknown pattern",
+            where="--to gguf",
             rule="the tokenizer must be a byte-level BPE with a word pattern that llama.cpp knows",
             fix="--no-tokenizer, with token ids as input",
-        )  # fmt: skip
+        )
     names = {number: text for text, number in model["vocab"].items()}
     names |= {token["id"]: token["content"] for token in file.get("added_tokens", [])}
     notes: tuple[str, ...] = ()

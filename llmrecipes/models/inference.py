@@ -151,11 +151,12 @@ def bench_inference(
 def _require_trusted(model: str, form: str | None, options: InferenceOptions) -> None:
     if form == "torch-export" and not options.trust_code:
         raise UserError(
-            "model.pt2 in a folder is not loaded", where=model,
+            "model.pt2 in a folder is not loaded",
+            where=model,
             rule="torch.export.load unpickles the file and evaluates expressions in it, so it can run any code",
             fix="name a run with --formats torch-export, which writes a new file; or --trust-code, if you wrote "
             "this one",
-        )  # fmt: skip
+        )
 
 
 def _how_far(done: int, total: int, seconds: float) -> str:
@@ -187,9 +188,11 @@ def _forms(
     exported = [name for name in formats or () if name in EXPORTED]
     if is_folder and exported:
         raise UserError(
-            f"{exported[0]} needs a run, not a folder", where="--formats", rule="this format is exported from a run",
+            f"{exported[0]} needs a run, not a folder",
+            where="--formats",
+            rule="this format is exported from a run",
             fix=f"name a run, or leave {exported[0]} out",
-        )  # fmt: skip
+        )
     source = folder
     if not is_folder:
         source = place / "hf"
@@ -236,9 +239,11 @@ def _program(name: str) -> str:
 def _require_package(scheme: str) -> None:
     if find_spec(PACKAGE) is None:
         raise UserError(
-            f"{scheme} needs the package compressed-tensors, which is not installed", where="--formats",
-            rule="it is in the extra quantize", fix="pip install 'llmrecipes[quantize]'",
-        )  # fmt: skip
+            f"{scheme} needs the package compressed-tensors, which is not installed",
+            where="--formats",
+            rule="it is in the extra quantize",
+            fix="pip install 'llmrecipes[quantize]'",
+        )
 
 
 def scheme_of(folder: Path) -> str | None:
@@ -247,9 +252,10 @@ def scheme_of(folder: Path) -> str | None:
         config = json.loads((folder / "config.json").read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(
-            "is neither a run nor a model", where=str(folder), rule="name a run, or a folder with config.json, "
-            "model.onnx, model.pt2 or model.gguf",
-        ) from error  # fmt: skip
+            "is neither a run nor a model",
+            where=str(folder),
+            rule="name a run, or a folder with config.json, model.onnx, model.pt2 or model.gguf",
+        ) from error
     quantised = config.get("quantization_config")
     if quantised is None:
         return None
@@ -369,23 +375,35 @@ def measured_in_process(
         out = Path(temporary) / "measured.json"
         file = Path(temporary) / "spec.json"
         spec = InferenceSpec(
-            folder=folder.absolute(), program=program, dtype=dtype, prompt_tokens=options.prompt_tokens,
-            new_tokens=options.new_tokens, repeats=options.repeats, threads=threads, out=out,
-            window=texts.window if texts else 1, start=texts.start if texts else (),
+            folder=folder.absolute(),
+            program=program,
+            dtype=dtype,
+            prompt_tokens=options.prompt_tokens,
+            new_tokens=options.new_tokens,
+            repeats=options.repeats,
+            threads=threads,
+            out=out,
+            window=texts.window if texts else 1,
+            start=texts.start if texts else (),
             texts=texts.file.absolute() if texts else None,
-        )  # fmt: skip
+        )
         file.write_text(spec.model_dump_json(), "utf-8")
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(
             [sys.executable, "-m", "llmrecipes.models.inference_worker", str(file)],
-            env=environment, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
         if done.returncode or not out.exists():
             last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
             raise UserError(
-                f"{program} cannot run this model (exit code {done.returncode}): {last[:300]}", where=str(folder),
+                f"{program} cannot run this model (exit code {done.returncode}): {last[:300]}",
+                where=str(folder),
                 rule="each model is first run once in a separate process",
-            )  # fmt: skip
+            )
         return MeasuredForm(**json.loads(out.read_text("utf-8")))
 
 
@@ -455,9 +473,13 @@ def draw(rows: Sequence[FormatRow], file: Path) -> None:
         colour = colormaps["tab10"](place % 10)
         mib = row.bytes / 2**20
         axes.scatter(
-            mib, bits, s=30 + 400 * measured.tokens_per_second / fastest, color=colour, alpha=0.7,
+            mib,
+            bits,
+            s=30 + 400 * measured.tokens_per_second / fastest,
+            color=colour,
+            alpha=0.7,
             label=f"{row.format}, {measured.tokens_per_second:,.0f} tokens/s",
-        )  # fmt: skip
+        )
         near = (at for at in named if abs(at[0] / mib - 1) < 0.1 and abs(at[1] - bits) <= 0.04 * height)
         named.setdefault(next(near, (mib, bits)), []).append(row.format)
     for at, names in named.items():

@@ -175,9 +175,10 @@ def sizes(folder: Path) -> tuple[int, int]:
     positions = config.get("max_position_embeddings", config.get("n_positions"))  # the latter in GPT-2
     if not isinstance(positions, int) or not isinstance(config.get("vocab_size"), int):
         raise UserError(
-            "no max_position_embeddings or vocab_size", where=str(folder / CONFIG),
+            "no max_position_embeddings or vocab_size",
+            where=str(folder / CONFIG),
             rule="config.json of a language model must have both",
-        )  # fmt: skip
+        )
     return positions, config["vocab_size"]
 
 
@@ -197,9 +198,13 @@ class _LlamaCpp:
         import llama_cpp
 
         self._program = llama_cpp.Llama(
-            str(spec.folder / "model.gguf"), n_ctx=0, verbose=False, n_threads=spec.threads,
-            n_threads_batch=spec.threads, logits_all=True,
-        )  # fmt: skip
+            str(spec.folder / "model.gguf"),
+            n_ctx=0,
+            verbose=False,
+            n_threads=spec.threads,
+            n_threads_batch=spec.threads,
+            logits_all=True,
+        )
         self.positions, self.vocabulary = self._program.scores.shape  # n_ctx() is rounded up to 256
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
@@ -218,8 +223,11 @@ class _LlamaCpp:
 
 
 PROGRAMS: dict[str, Callable[[InferenceSpec], LoadedModel]] = {
-    "transformers": _Transformers, "onnxruntime": _Onnx, "torch.export": _TorchExport, "llama.cpp": _LlamaCpp,
-}  # fmt: skip
+    "transformers": _Transformers,
+    "onnxruntime": _Onnx,
+    "torch.export": _TorchExport,
+    "llama.cpp": _LlamaCpp,
+}
 
 
 def measure(spec: InferenceSpec) -> MeasuredForm:
@@ -251,10 +259,15 @@ def measure(spec: InferenceSpec) -> MeasuredForm:
         peak = peak_memory()
         scored = _perplexity(spec, program, texts) if texts else {}
     return MeasuredForm(
-        first_token_seconds=statistics.median(firsts[1:]), tokens_per_second=statistics.median(speeds[1:]),
-        peak_memory_bytes=peak, memory_before_bytes=before, cache=program.cache, tokens=tokens,
-        bits_per_byte=scored.get("bits_per_byte"), perplexity=scored.get("perplexity"),
-    )  # fmt: skip
+        first_token_seconds=statistics.median(firsts[1:]),
+        tokens_per_second=statistics.median(speeds[1:]),
+        peak_memory_bytes=peak,
+        memory_before_bytes=before,
+        cache=program.cache,
+        tokens=tokens,
+        bits_per_byte=scored.get("bits_per_byte"),
+        perplexity=scored.get("perplexity"),
+    )
 
 
 def _perplexity(spec: InferenceSpec, program: LoadedModel, texts: list[dict[str, Any]]) -> dict[str, float]:
@@ -284,9 +297,11 @@ def folder_tokenizer(folder: Path) -> TextTokenizer:
 
     if not (folder / "tokenizer.json").is_file():
         raise UserError(
-            "no tokenizer.json", where=str(folder), rule="text is encoded with the model's own tokenizer",
+            "no tokenizer.json",
+            where=str(folder),
+            rule="text is encoded with the model's own tokenizer",
             fix="copy the tokenizer's files to that folder",
-        )  # fmt: skip
+        )
     section = Tokenizer.model_validate({"type": "huggingface", "path": str(folder.absolute())})
     return open_huggingface(section, sizes(folder)[1])
 

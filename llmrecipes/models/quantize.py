@@ -140,24 +140,35 @@ def quantize(
             then(original, folder)
     sizes = {name: _count(source.shape(name)) for name in source.names()}
     return Quantized(
-        path=str(out), source=reference, scheme=options.scheme, method=options.method, group=scheme.group,
-        form=scheme.kind.form, matrices=len(layers.quantized), expert_matrices=len(layers.experts),
+        path=str(out),
+        source=reference,
+        scheme=options.scheme,
+        method=options.method,
+        group=scheme.group,
+        form=scheme.kind.form,
+        matrices=len(layers.quantized),
+        expert_matrices=len(layers.experts),
         parameters=sum(sizes.values()),
-        quantized_parameters=sum(sizes[name] for name in layers.quantized), bytes=written.bytes,
+        quantized_parameters=sum(sizes[name] for name in layers.quantized),
+        bytes=written.bytes,
         bytes_before=sum(size * source.dtype(name).itemsize for name, size in sizes.items()),
         calibration_tokens=tokens,
         unvisited_matrices=sum(name not in changed for name in layers.experts) if tokens else 0,
         largest_matrix_bytes=max(sizes[name] * source.dtype(name).itemsize for name in layers.quantized),
-        memory_before_bytes=memory_before, peak_memory_bytes=peak, seconds=round(time.monotonic() - started, 3),
-    )  # fmt: skip
+        memory_before_bytes=memory_before,
+        peak_memory_bytes=peak,
+        seconds=round(time.monotonic() - started, 3),
+    )
 
 
 def _require_options(options: QuantizeOptions) -> None:
     if find_spec(PACKAGE) is None:
         raise UserError(
-            "the package compressed-tensors is not installed", where="llmrecipes quantize",
-            rule="it defines the formats and their arithmetic", fix="pip install 'llmrecipes[quantize]'",
-        )  # fmt: skip
+            "the package compressed-tensors is not installed",
+            where="llmrecipes quantize",
+            rule="it defines the formats and their arithmetic",
+            fix="pip install 'llmrecipes[quantize]'",
+        )
     from llmrecipes.models.quantized_weights import METHODS, SCHEMES
 
     if options.scheme not in SCHEMES:
@@ -168,15 +179,18 @@ def _require_options(options: QuantizeOptions) -> None:
     if options.method not in methods:
         others = [name for name, kind in SCHEMES.items() if options.method in kind.methods]
         raise UserError(
-            f"{options.method} does not support {options.scheme}", where="--method", rule=f"{options.method} supports "
-            f"{', '.join(others)}; {options.scheme} takes {', '.join(methods)}", fix=f"--method {methods[0]}",
-        )  # fmt: skip
+            f"{options.method} does not support {options.scheme}",
+            where="--method",
+            rule=f"{options.method} supports {', '.join(others)}; {options.scheme} takes {', '.join(methods)}",
+            fix=f"--method {methods[0]}",
+        )
     if options.method == "rtn" and options.calibrate is not None:
         raise UserError(
-            f"{options.calibrate} has no effect with --method rtn", where="--calibrate",
+            f"{options.calibrate} has no effect with --method rtn",
+            where="--calibrate",
             rule="rtn needs no calibration text",
             fix=f"leave it out, or --method {methods[-1]}",
-        )  # fmt: skip
+        )
     if options.scheme == "nvfp4" and options.dtype == "fp32":
         raise UserError(
             "fp32 is not supported with nvfp4", where="--dtype", rule="nvfp4 computes in bf16", fix="--dtype bf16"
@@ -213,16 +227,18 @@ def _require_for_experts(options: QuantizeOptions, layers: LinearLayers) -> None
     if not kind.experts:
         possible = [name for name, other in SCHEMES.items() if other.experts]
         raise UserError(
-            f"{options.scheme} is not supported for models with experts", where="--scheme",
+            f"{options.scheme} is not supported for models with experts",
+            where="--scheme",
             rule=f"transformers unpacks experts in {', '.join(possible)} only",
             fix=f"--scheme {next(name for name in reversed(possible) if SCHEMES[name].bits == kind.bits)}",
-        )  # fmt: skip
+        )
     if options.method not in ("rtn", "gptq"):
         raise UserError(
-            f"{options.method} is not supported for models with experts", where="--method",
+            f"{options.method} is not supported for models with experts",
+            where="--method",
             rule="scales cannot be moved into the norm before experts: the router reads its output too",
             fix="--method gptq, or rtn",
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
@@ -264,9 +280,10 @@ def linear_layers(folder: Path, names: Any, shape: Callable[[str], tuple[int, ..
     except Exception as error:  # unknown types and keys: transformers raises several kinds
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(
-            f"transformers cannot build this model: {reason[:300]}", where=str(folder / "config.json"),
+            f"transformers cannot build this model: {reason[:300]}",
+            where=str(folder / "config.json"),
             rule="it must have a model_type of transformers, without custom code",
-        ) from error  # fmt: skip
+        ) from error
     # Layers of multi-token prediction stay as they are.
     further = further_layers(names, config.num_hidden_layers)
     names = [name for name in names if name not in further]
@@ -284,10 +301,11 @@ def linear_layers(folder: Path, names: Any, shape: Callable[[str], tuple[int, ..
     missing = [name for name in quantized if name not in present]
     if others or missing:
         raise UserError(
-            f"{(others or missing)[0]} is not the matrix of a linear layer or of one expert", where=str(folder),
+            f"{(others or missing)[0]} is not the matrix of a linear layer or of one expert",
+            where=str(folder),
             rule="every matrix must be one; files with all experts of a layer in one tensor are not supported",
             fix="llmrecipes export --to gguf or --to onnx",
-        )  # fmt: skip
+        )
     return LinearLayers(quantized, ignored, experts)
 
 
@@ -378,10 +396,11 @@ def _calibrated(
     widest = max(module.in_features for name, module in model.named_modules() if f"{name}.weight" in layers.quantized)
     if options.method == "gptq" and rows.numel() < widest:
         raise UserError(
-            f"{rows.numel():,} tokens are too few", where="--samples",
+            f"{rows.numel():,} tokens are too few",
+            where="--samples",
             rule=f"gptq needs at least as many as the widest layer has inputs, {widest:,}",
             fix=f"--samples {-(-widest // rows.size(1))}",
-        )  # fmt: skip
+        )
     linears = frozenset(layers.quantized).difference(layers.experts)
     work = CalibrationData(model, rows, scheme, linears, element, progress, layers.experts)
     changed = calibrate(options.method, work)
@@ -401,9 +420,11 @@ def _rows(folder: Path, reference: str, runs_dir: Path, data_dir: Path, options:
     tokenizer, prepared, positions = text_of(folder, reference, runs_dir, data_dir)
     if options.calibrate is None and prepared is None:
         raise UserError(
-            "not set", where="--calibrate", rule=f"{options.method} needs calibration text",
+            "not set",
+            where="--calibrate",
+            rule=f"{options.method} needs calibration text",
             fix="--calibrate text:FILE, jsonl:FILE or stdlib; or --method rtn",
-        )  # fmt: skip
+        )
     length = options.length or min(LENGTH, positions)
     if length > positions:
         raise UserError(f"{length} is too long", where="--length", rule=f"at most the model's {positions} positions")
@@ -418,10 +439,11 @@ def _rows(folder: Path, reference: str, runs_dir: Path, data_dir: Path, options:
     rows = len(ids) // length
     if rows < options.samples:
         raise UserError(
-            f"{texts.name} has {rows} rows of {length} tokens", where="--calibrate",
-            rule=f"--samples asks for {options.samples} rows", fix=f"more text, or --samples {max(1, rows)}"
-            + ("" if rows else f" --length {max(2, len(ids))}"),
-        )  # fmt: skip
+            f"{texts.name} has {rows} rows of {length} tokens",
+            where="--calibrate",
+            rule=f"--samples asks for {options.samples} rows",
+            fix=f"more text, or --samples {max(1, rows)}" + ("" if rows else f" --length {max(2, len(ids))}"),
+        )
     return torch.tensor(ids[:wanted]).view(options.samples, length)
 
 

@@ -107,9 +107,11 @@ class Scheme:
         from compressed_tensors.quantization import QuantizationConfig
 
         whole = QuantizationConfig(
-            config_groups={"group_0": self.spec}, format=self.kind.form, ignore=list(self.ignored),
+            config_groups={"group_0": self.spec},
+            format=self.kind.form,
+            ignore=list(self.ignored),
             quantization_status="compressed",
-        )  # fmt: skip
+        )
         values: dict[str, Any] = whole.model_dump(mode="json", exclude_none=True)
         return {**values, "version": __version__}
 
@@ -124,10 +126,11 @@ class Scheme:
         smaller = next((size for size in GROUPS if shape[-1] % size == 0), None)
         fix = f"--group-size {smaller}" if smaller is not None and self.name == "int4" else "--scheme int8"
         raise UserError(
-            f"{name} has rows of {shape[-1]} elements", where="--scheme" if self.name == "nvfp4" else "--group-size",
+            f"{name} has rows of {shape[-1]} elements",
+            where="--scheme" if self.name == "nvfp4" else "--group-size",
             rule=f"{self.name} has a scale for every {self.group} elements, so rows must be a multiple of that",
             fix=fix,
-        )  # fmt: skip
+        )
 
     def parts(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], Any]]:
         """Names, shapes and types of the tensors that a matrix becomes.
@@ -334,7 +337,7 @@ class QuantizedSource:
         if changed is None:
             return self._scheme.compress(
                 name, rows, lambda: (piece.to(kind) for piece in self._source.pieces(name, READ))
-            )  # fmt: skip
+            )
         value, scale = changed.value, changed.scale
         if scale is None:
             return self._scheme.compress(name, rows, lambda: [value.to(kind)])

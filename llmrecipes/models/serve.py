@@ -282,9 +282,9 @@ def server(
     if backend is not None and backend not in BACKENDS:
         raise UserError(f"unknown backend {backend!r}", where="--backend", rule=f"one of {', '.join(BACKENDS)}")
     chosen = backend or _first(model, machine)
-    make = {
-        "vllm": _vllm, "tensorrt-llm": _tensorrt_llm, "llama.cpp": _llama_cpp, "transformers": _transformers
-    }[chosen]  # fmt: skip
+    make = {"vllm": _vllm, "tensorrt-llm": _tensorrt_llm, "llama.cpp": _llama_cpp, "transformers": _transformers}[
+        chosen
+    ]
     start = make(model, host, port, machine)
     return Server(start.backend, (*start.command, *extra), start.before, start.makes, start.environment)
 
@@ -305,9 +305,11 @@ def _vllm(model: Path, host: str, port: int, machine: Installed) -> Server:
     program = machine.which("vllm")
     if program is None:
         raise UserError(
-            "vLLM is not installed", where="--backend vllm", rule="the program vllm must be on the PATH",
+            "vLLM is not installed",
+            where="--backend vllm",
+            rule="the program vllm must be on the PATH",
             fix="pip install vllm, in a separate environment",
-        )  # fmt: skip
+        )
     if model.suffix == ".gguf":
         raise _needs_folder(model, "vllm")
     return Server("vllm", (program, "serve", str(model), "--host", host, "--port", str(port)))
@@ -317,16 +319,20 @@ def _tensorrt_llm(model: Path, host: str, port: int, machine: Installed) -> Serv
     program = machine.which("trtllm-serve")
     if program is None:
         raise UserError(
-            "TensorRT-LLM is not installed", where="--backend tensorrt-llm",
-            rule="the program trtllm-serve must be on the PATH", fix="use NVIDIA's image tensorrt-llm/release",
-        )  # fmt: skip
+            "TensorRT-LLM is not installed",
+            where="--backend tensorrt-llm",
+            rule="the program trtllm-serve must be on the PATH",
+            fix="use NVIDIA's image tensorrt-llm/release",
+        )
     if model.suffix == ".gguf":
         raise _needs_folder(model, "tensorrt-llm")
     if _quantised(model):
         raise UserError(
-            "the weights are quantised", where=str(model), rule="TensorRT-LLM reads weights quantised by NVIDIA's "
-            "ModelOpt, not by compressed-tensors", fix="--backend vllm or transformers",
-        )  # fmt: skip
+            "the weights are quantised",
+            where=str(model),
+            rule="TensorRT-LLM reads weights quantised by NVIDIA's ModelOpt, not by compressed-tensors",
+            fix="--backend vllm or transformers",
+        )
     return Server("tensorrt-llm", (program, str(model), "--host", host, "--port", str(port)))
 
 
@@ -334,10 +340,11 @@ def _llama_cpp(model: Path, host: str, port: int, machine: Installed) -> Server:
     program = machine.which("llama-server")
     if program is None:
         raise UserError(
-            "llama.cpp is not installed", where="--backend llama.cpp", rule="the program llama-server must be on "
-            "the PATH",
+            "llama.cpp is not installed",
+            where="--backend llama.cpp",
+            rule="the program llama-server must be on the PATH",
             fix="install llama.cpp (github.com/ggml-org/llama.cpp), or --backend transformers",
-        )  # fmt: skip
+        )
     file = model if model.suffix == ".gguf" else _gguf_of(model)
     command = (program, "--model", str(file), "--host", host, "--port", str(port))
     if file.is_file():
@@ -346,10 +353,11 @@ def _llama_cpp(model: Path, host: str, port: int, machine: Installed) -> Server:
         raise UserError("no such file", where=str(model))
     if _quantised(model):
         raise UserError(
-            "the weights are quantised", where=str(model),
+            "the weights are quantised",
+            where=str(model),
             rule="llama.cpp reads GGUF, and its converter needs unquantised weights",
             fix="--backend vllm or transformers; for a run, llmrecipes export --to gguf --dtype q8_0",
-        )  # fmt: skip
+        )
     converter = _converter(machine)
     if converter is None:
         raise UserError(
@@ -374,9 +382,11 @@ def _transformers(model: Path, host: str, port: int, machine: Installed) -> Serv
         )
     if UNPACKS in machine.missing and _quantised(model):
         raise UserError(
-            f"the package {COMPRESSED} is not installed", where="--backend transformers",
-            rule="transformers unpacks quantised weights with it", fix="pip install 'llmrecipes[quantize]'",
-        )  # fmt: skip
+            f"the package {COMPRESSED} is not installed",
+            where="--backend transformers",
+            rule="transformers unpacks quantised weights with it",
+            fix="pip install 'llmrecipes[quantize]'",
+        )
     if "@" in str(model):
         raise UserError(
             "transformers' server reads what follows @ as a revision",

@@ -159,9 +159,12 @@ def _refuse(text: str) -> Problem | None:
                     return Problem("", "too many keys and values", f"at most {MAX_NODES:,} in a file", line=line)
             if isinstance(event, yaml.NodeEvent) and event.anchor:
                 return Problem(
-                    "", f"anchor or alias {clip(event.anchor)!r}", "anchors and aliases are not allowed in recipes",
-                    "write out the value", line,
-                )  # fmt: skip
+                    "",
+                    f"anchor or alias {clip(event.anchor)!r}",
+                    "anchors and aliases are not allowed in recipes",
+                    "write out the value",
+                    line,
+                )
             if isinstance(event, (yaml.ScalarEvent, yaml.CollectionStartEvent)) and event.tag:
                 return Problem(
                     "", f"tag {clip(event.tag)!r}", "tags are not allowed in recipes", "remove the tag", line
@@ -323,8 +326,11 @@ def read(path: Path, kind: Kind) -> str:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise UserError(f"byte 0x{raw[error.start]:02x} is not UTF-8", where=f"{path}:{line}",
-                        rule=f"{kind.name} files must be UTF-8 text") from error  # fmt: skip
+        raise UserError(
+            f"byte 0x{raw[error.start]:02x} is not UTF-8",
+            where=f"{path}:{line}",
+            rule=f"{kind.name} files must be UTF-8 text",
+        ) from error
 
 
 def shown(path: Path) -> Path:

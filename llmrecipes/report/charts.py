@@ -308,8 +308,11 @@ def heat(
         f"from {short(low)} (faintest) to {short(high)} (strongest, {rows[where[0]]}, {along} {columns[where[1]]})"
         f"{f', {unit}' if unit else ''}"
     )
-    last = [[name, *(short(value) for value in (line[0], line[-1], np.nanmin(line), np.nanmax(line)))] for name, line in
-            zip(rows, cells, strict=True) if np.isfinite(line).any()]  # fmt: skip
+    last = [
+        [name, *(short(value) for value in (line[0], line[-1], np.nanmin(line), np.nanmax(line)))]
+        for name, line in zip(rows, cells, strict=True)
+        if np.isfinite(line).any()
+    ]
     table = "".join(
         f"<tr><th scope='row'>{text(line[0])}</th>"
         + "".join(f'<td class="number">{text(c)}</td>' for c in line[1:])

@@ -101,11 +101,16 @@ def _names(run_dirs: Sequence[Path]) -> list[str]:
 
 def _problems(names: Sequence[str], materials: Sequence[Material]) -> str:
     rows = [
-        (name, training_sections.SEVERITY.get(finding.severity, finding.severity), finding.title,
-         training_sections.steps_of(finding.first_step, finding.last_step), finding.text)
+        (
+            name,
+            training_sections.SEVERITY.get(finding.severity, finding.severity),
+            finding.title,
+            training_sections.steps_of(finding.first_step, finding.last_step),
+            finding.text,
+        )
         for name, material in zip(names, materials, strict=True)
         for finding in material.findings
-    ]  # fmt: skip
+    ]
     for name, material in zip(names, materials, strict=True):
         absent = material.unread if len(material.records) else [material.records.missing, *material.unread]
         rows += [(name, "note", "Missing or unreadable", "", text) for text in dict.fromkeys(absent)]
@@ -124,8 +129,10 @@ def _differences(names: Sequence[str], compared: RunComparison) -> str:
             else "There are fewer than two recipes to compare."
         )
         return training_sections.nothing(known + but)
-    rows = [(key, *(value if isinstance(value, str) else json.dumps(value) for value in values))
-            for key, values in compared.differences.items()]  # fmt: skip
+    rows = [
+        (key, *(value if isinstance(value, str) else json.dumps(value) for value in values))
+        for key, values in compared.differences.items()
+    ]
     return webpage.table(("key", *names), rows)
 
 
@@ -154,19 +161,27 @@ def _figures(names: Sequence[str], compared: RunComparison, materials: Sequence[
 def _curves(names: Sequence[str], compared: RunComparison, materials: Sequence[Material]) -> str:
     along = "tokens" if any(key in compared.differences for key in BATCH_KEYS) else "step"
     loss = [_line(name, curve, along) for name, curve in zip(names, (run.train for run in compared.runs), strict=True)]
-    valid = [_line(name, curve, along, points=True)
-             for name, curve in zip(names, (run.valid for run in compared.runs), strict=True)]  # fmt: skip
+    valid = [
+        _line(name, curve, along, points=True)
+        for name, curve in zip(names, (run.valid for run in compared.runs), strict=True)
+    ]
     drawn = [
         charts.curves("Training loss", loss, unit="nats a token", along=along),
         charts.curves("Held-out loss", valid, unit="nats a token", along=along),
     ]
-    for title, key in (("Tokens a second", "tokens_per_second"), ("Gradient norm before clipping", "grad_norm"),
-                       ("Memory, peak of rank 0, GiB", "memory_bytes")):  # fmt: skip
+    for title, key in (
+        ("Tokens a second", "tokens_per_second"),
+        ("Gradient norm before clipping", "grad_norm"),
+        ("Memory, peak of rank 0, GiB", "memory_bytes"),
+    ):
         lines = [
-            Line(name, each.records["consumed_tokens"] if along == "tokens" else np.array(each.records.steps, float),
-                 each.records[key] / (GIB if key == "memory_bytes" else 1))
+            Line(
+                name,
+                each.records["consumed_tokens"] if along == "tokens" else np.array(each.records.steps, float),
+                each.records[key] / (GIB if key == "memory_bytes" else 1),
+            )
             for name, each in zip(names, materials, strict=True)
-        ]  # fmt: skip
+        ]
         drawn.append(charts.curves(title, lines, along=along))
     return f'<div class="charts">{"".join(drawn)}</div>'
 
@@ -195,8 +210,11 @@ def _causes(names: Sequence[str], materials: Sequence[Material]) -> str:
 
 def _environments(names: Sequence[str], materials: Sequence[Material]) -> str:
     environments = [dict(flat(material.environment)) for material in materials]
-    keys = [key for key in dict.fromkeys(key for values in environments for key in values)
-            if len({values.get(key, "") for values in environments}) > 1]  # fmt: skip
+    keys = [
+        key
+        for key in dict.fromkeys(key for values in environments for key in values)
+        if len({values.get(key, "") for values in environments}) > 1
+    ]
     if not keys:
         return training_sections.nothing("No differences.")
     return webpage.table(("key", *names), [(key, *(values.get(key, "") for values in environments)) for key in keys])

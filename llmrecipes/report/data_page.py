@@ -53,10 +53,17 @@ def page(name: str, prepared: Prepared, stats: DataStats) -> str:
 
 def _sources(prepared: Prepared, stats: DataStats) -> str:
     rows = [
-        (s.label, f"{s.read:,}", f"{s.documents:,}", f"{s.tokens:,}", f"{s.bytes:,}",
-         "" if s.bytes_per_token is None else f"{s.bytes_per_token:.2f}", f"{weight:.1%}")
+        (
+            s.label,
+            f"{s.read:,}",
+            f"{s.documents:,}",
+            f"{s.tokens:,}",
+            f"{s.bytes:,}",
+            "" if s.bytes_per_token is None else f"{s.bytes_per_token:.2f}",
+            f"{weight:.1%}",
+        )
         for s, weight in zip(stats.sources, _shares(prepared), strict=True)
-    ]  # fmt: skip
+    ]
     head = ("source", "read", "documents", "tokens", "bytes", "bytes a token", "share of samples")
     splits = [(split, prepared.manifest.counts(split)) for split in SPLITS]
     sets = [*splits, *((f"set {label}", counts) for label, counts in prepared.manifest.valid_sources.items())]
@@ -71,7 +78,7 @@ def _sources(prepared: Prepared, stats: DataStats) -> str:
                 numbers=range(1, 4),
             ),
         ]
-    )  # fmt: skip
+    )
 
 
 def _shares(prepared: Prepared) -> list[float]:
@@ -102,15 +109,19 @@ def _languages(stats: DataStats) -> str:
 def _domains(stats: DataStats) -> str:
     if not stats.domains:
         return nothing("No source on this machine has a column url.")
-    return '<div class="charts">' + "".join(
-        charts.ranks(
-            f"Top domains of {domain.source}",
-            [(host, float(count), f"{count / domain.rows:.1%}") for host, count in domain.by_host.items()],
-            "rows",
-            f"{domain.hosts:,} in the first {domain.rows:,} rows, before the steps.",
+    return (
+        '<div class="charts">'
+        + "".join(
+            charts.ranks(
+                f"Top domains of {domain.source}",
+                [(host, float(count), f"{count / domain.rows:.1%}") for host, count in domain.by_host.items()],
+                "rows",
+                f"{domain.hosts:,} in the first {domain.rows:,} rows, before the steps.",
+            )
+            for domain in stats.domains
         )
-        for domain in stats.domains
-    ) + "</div>"  # fmt: skip
+        + "</div>"
+    )
 
 
 def _steps(stats: DataStats) -> str:

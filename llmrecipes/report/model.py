@@ -49,8 +49,11 @@ def layers(material: Material) -> str:
     records = material.records
     drawn = []
     for name, samples in sorted(records.samples.items()):
-        rows = [(step, value) for step, value in samples.kept if isinstance(value, list) and value
-                and all(item is None or number(item) is not None for item in value)]  # fmt: skip
+        rows = [
+            (step, value)
+            for step, value in samples.kept
+            if isinstance(value, list) and value and all(item is None or number(item) is not None for item in value)
+        ]
         if rows:
             cells = np.full((max(len(value) for _, value in rows), len(rows)), np.nan)
             for column, (_, value) in enumerate(rows):
@@ -81,8 +84,11 @@ def histograms(material: Material) -> str:
     """Gradients and weights by size, in the newest measurement by kind and over the steps of all together."""
     drawn = []
     for name in ("gradient", "weight"):
-        samples = [(step, kinds) for step, value in material.records.histograms.kept
-                   if isinstance(value, Mapping) and isinstance(kinds := value.get(name), Mapping)]  # fmt: skip
+        samples = [
+            (step, kinds)
+            for step, value in material.records.histograms.kept
+            if isinstance(value, Mapping) and isinstance(kinds := value.get(name), Mapping)
+        ]
         by_kind = {kind: bins for kind, each in samples[-1][1].items() if (bins := sizes(each))} if samples else {}
         if not by_kind:
             continue

@@ -139,10 +139,12 @@ def write(path: Path, html: str) -> None:
         write_atomic(path, html.encode("utf-8", "replace"), durable=False)
     except OSError as error:
         raise UserError(
-            f"cannot be written: {error.strerror}", where=str(path),
+            f"cannot be written: {error.strerror}",
+            where=str(path),
             rule="by default, the page is written to the run directory",
-            fix="--out FILE", code=ExitCode.BAD_INPUT,
-        ) from error  # fmt: skip
+            fix="--out FILE",
+            code=ExitCode.BAD_INPUT,
+        ) from error
 
 
 def default_path(runs: Sequence[Run]) -> Path:

@@ -109,10 +109,15 @@ def _events(records: Records) -> list[tuple[float, int]]:
 
 
 def _noted(records: Records, events: list[tuple[float, int]], times: Any, seconds: Any) -> list[RecordedStart]:
-    notes = sorted((note for note in records.of(STARTED) if number(note.get("time")) is not None),
-                   key=lambda note: float(note["time"]))  # fmt: skip
-    if not notes or (events[0][0] < float(notes[0]["time"]) - LEAST_GAP_SECONDS and len(records)
-                     and records.steps[0] <= int(notes[0]["step"])):  # fmt: skip
+    notes = sorted(
+        (note for note in records.of(STARTED) if number(note.get("time")) is not None),
+        key=lambda note: float(note["time"]),
+    )
+    if not notes or (
+        events[0][0] < float(notes[0]["time"]) - LEAST_GAP_SECONDS
+        and len(records)
+        and records.steps[0] <= int(notes[0]["step"])
+    ):
         return []  # its first starts were of a version without such notes
     starts: list[RecordedStart] = []
     moments = np.array([at for at, _ in events])
@@ -121,8 +126,12 @@ def _noted(records: Records, events: list[tuple[float, int]], times: Any, second
         opened = float(note["time"])
         details = note["details"]
         until = float(notes[place + 1]["time"]) if place + 1 < len(notes) else np.inf
-        same = bool(starts) and details.get("pid") is not None and (details.get("pid"), details.get("host")) == (
-            notes[place - 1]["details"].get("pid"), notes[place - 1]["details"].get("host"))  # fmt: skip
+        same = (
+            bool(starts)
+            and details.get("pid") is not None
+            and (details.get("pid"), details.get("host"))
+            == (notes[place - 1]["details"].get("pid"), notes[place - 1]["details"].get("host"))
+        )
         begin = opened if same else opened - max(0.0, float(number(details.get("process_seconds")) or 0.0))
         mine = (moments >= opened) & (moments < until)
         end = float(moments[mine].max()) if mine.any() else opened
@@ -132,9 +141,15 @@ def _noted(records: Records, events: list[tuple[float, int]], times: Any, second
         ranks = number(details.get("ranks"))
         host = details.get("host")
         start = RecordedStart(
-            begin, max(begin, first if np.isfinite(first) else opened), end, int(note["step"]), to_step, rewound=same,
-            ranks=None if ranks is None else int(ranks), host=host if isinstance(host, str) else None,
-        )  # fmt: skip
+            begin,
+            max(begin, first if np.isfinite(first) else opened),
+            end,
+            int(note["step"]),
+            to_step,
+            rewound=same,
+            ranks=None if ranks is None else int(ranks),
+            host=host if isinstance(host, str) else None,
+        )
         if starts:
             _lost(starts[-1], details, start)
             start.begin = max(start.begin, starts[-1].end)
@@ -178,13 +193,17 @@ def _inferred(records: Records, events: list[tuple[float, int]], times: Any, sec
     moments = np.array([at for at, _ in events])
     return [
         RecordedStart(
-            begin, begin, float(moments[(moments >= begin) & (moments < until)].max()), int(steps[first]) - 1,
-            int(steps[last - 1]), inferred=True,
+            begin,
+            begin,
+            float(moments[(moments >= begin) & (moments < until)].max()),
+            int(steps[first]) - 1,
+            int(steps[last - 1]),
+            inferred=True,
         )
         for begin, until, (first, last) in zip(
             begins, [*begins[1:], np.inf], pairwise([0, *cuts, len(times)]), strict=True
         )
-    ]  # fmt: skip
+    ]
 
 
 def _parts(records: Records, seconds: float) -> dict[str, float]:

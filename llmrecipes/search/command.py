@@ -54,9 +54,14 @@ class SearchResult:
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return {
-            "study": self.study, "storage": self.storage, "folder": str(self.folder), "exit_code": int(self.code),
-            "trials": self.trials, "best": self.best, "recipes": [str(path) for path in self.recipes],
-        }  # fmt: skip
+            "study": self.study,
+            "storage": self.storage,
+            "folder": str(self.folder),
+            "exit_code": int(self.code),
+            "trials": self.trials,
+            "best": self.best,
+            "recipes": [str(path) for path in self.recipes],
+        }
 
 
 def require_library(recipe: Recipe, *more: str) -> None:
@@ -77,9 +82,11 @@ def require_library(recipe: Recipe, *more: str) -> None:
     missing = [package for package in needed if find_spec(package) is None]
     if missing:
         raise UserError(
-            f"{', '.join(missing)} is not installed", where="search", rule="searches need packages of an extra",
+            f"{', '.join(missing)} is not installed",
+            where="search",
+            rule="searches need packages of an extra",
             fix="make setup in the checkout, or pip install 'llmrecipes[search,server]'",
-        )  # fmt: skip
+        )
 
 
 def quiet() -> None:
@@ -108,9 +115,14 @@ class _LoggedWarnings:
         self._seen: set[str] = set()
 
     def __call__(
-        self, message: Warning | str, category: type[Warning], filename: str, lineno: int,
-        file: TextIO | None = None, line: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
         # Optuna attributes its warnings to its caller: the file name says nothing.
         frame = inspect.currentframe()
         while frame is not None and frame.f_code.co_filename in (__file__, warnings.__file__):
@@ -184,9 +196,10 @@ def _require_validation(recipe: Recipe, data_dir: Path) -> None:
         return
     raise UserError(
         f"the validation split has less than one sequence of {recipe.model.seq_length} tokens",
-        where="data.split", rule="trials are compared by their validation loss",
+        where="data.split",
+        rule="trials are compared by their validation loss",
         fix="more text in data.sources, or a larger share, such as data.split: [90, 9, 1]",
-    )  # fmt: skip
+    )
 
 
 def earlier_overrides(recipe: Recipe, runs_dir: Path) -> list[str]:
@@ -288,9 +301,14 @@ def result_of(recipe: Recipe, study: Any, keeper: Any, code: ExitCode) -> Search
     counts = Counter(str(trial.user_attrs.get("outcome", trial.state.name.lower())) for trial in own_trials(study))
     where = address(section, keeper.place.folder)
     return SearchResult(
-        study.study_name, redact(where) if "://" in where else where, keeper.place.folder, code, dict(counts), best,
+        study.study_name,
+        redact(where) if "://" in where else where,
+        keeper.place.folder,
+        code,
+        dict(counts),
+        best,
         keeper.files(),
-    )  # fmt: skip
+    )
 
 
 NAME = "optuna-dashboard"

@@ -111,8 +111,9 @@ class Learnt(_View):
         violation = sum(value for value in constraints.values() if value > 0)
         shown = copy.copy(trial)
         shown.system_attrs = {
-            **trial.system_attrs, **{CONSTRAINT.format(name): value for name, value in constraints.items()}
-        }  # fmt: skip
+            **trial.system_attrs,
+            **{CONSTRAINT.format(name): value for name, value in constraints.items()},
+        }
         if trial.state == TrialState.COMPLETE or not self._completed:
             return shown
         last = math.nan if trial.last_step is None else trial.intermediate_values[trial.last_step]

@@ -140,9 +140,15 @@ class Worker:
         self._heartbeat = Heartbeat(self.study, self.search.heartbeat_interval)
         self._watch = Watch()
         self._starter = Starter(
-            self.study, self.recipe, self.keeper.recipe, self.search, self.place, self.target, self._with_retries,
+            self.study,
+            self.recipe,
+            self.keeper.recipe,
+            self.search,
+            self.place,
+            self.target,
+            self._with_retries,
             self._heartbeat,
-        )  # fmt: skip
+        )
         self._spent = ""
         self._not_before = 0.0
         self._pause = LOOK_SECONDS
@@ -343,10 +349,12 @@ class Worker:
             OUTCOME: TrialOutcome.FAILED if outcome == TrialOutcome.LOST else outcome,
             TOKENS: running.tokens + running.reader.progress.tokens,
             **({SEEDS: running.seeds, STANDARD_ERRORS: running.errors} if running.errors else {}),
-            RANK_SECONDS: running.rank_seconds, VALUES: dict(running.values), MACHINE: None,
+            RANK_SECONDS: running.rank_seconds,
+            VALUES: dict(running.values),
+            MACHINE: None,
             ENDED: sum(other.state.is_finished() for other in self._with_retries(lambda: list(own_trials(self.study)))),
             **({} if outcome in (TrialOutcome.COMPLETE, TrialOutcome.PRUNED) else {REASON: reason}),
-        }  # fmt: skip
+        }
         self._note(running, attributes)
         self._with_retries(lambda: self._tell(running, outcome, values))
         improved = self._with_retries(lambda: self.keeper.keep(self.study))

@@ -98,9 +98,10 @@ def _open(place: str, interval: int, grace: int, retries: int) -> BaseStorage:
             except _DAMAGE as error:
                 raise UserError(
                     f"line {journal.line} of the journal is corrupt ({type(error).__name__}: {error})",
-                    where=place, rule="each line is a complete entry",
+                    where=place,
+                    rule="each line is a complete entry",
                     fix="restore the file from a copy, or search.study_name=NAME for a new study",
-                ) from error  # fmt: skip
+                ) from error
         return get_storage(
             Database(
                 url_with_driver(place),

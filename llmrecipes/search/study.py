@@ -113,9 +113,11 @@ def require_section(recipe: Recipe) -> Search:
     """
     if recipe.search is None:
         raise UserError(
-            "missing", where=f"recipe {recipe.name}: search", rule="a search needs search.space",
+            "missing",
+            where=f"recipe {recipe.name}: search",
+            rule="a search needs search.space",
             fix="search: {space: [{key: optimizer.lr, low: 1e-4, high: 1e-2, log: true}], n_trials: 20}",
-        )  # fmt: skip
+        )
     return recipe.search
 
 
@@ -152,9 +154,10 @@ def open_study(
         if not resume:
             raise UserError(
                 f"the study {place.name} exists, with {len(study.get_trials(deepcopy=False))} trials",
-                where=where, rule="an existing study is resumed only with --resume",
+                where=where,
+                rule="an existing study is resumed only with --resume",
                 fix="--resume, or search.study_name=NAME for a new one",
-            ) from None  # fmt: skip
+            ) from None
         if not with_retries(lambda: _is_filled(study), where):  # by a process that was killed
             with_retries(lambda: _fill(study, recipe, search, where), where)
         with_retries(lambda: _require_same(study, recipe, where), where)
@@ -339,11 +342,14 @@ def _add_earlier(study: optuna.Study, recipe: Recipe, name: str, where: str) -> 
         kept = {key: value for key, value in trial.user_attrs.items() if key == OUTCOME}
         study.add_trial(
             create_trial(
-                state=trial.state, values=trial.values, params=params,
+                state=trial.state,
+                values=trial.values,
+                params=params,
                 distributions={key: space[key] for key in params},
-                intermediate_values=trial.intermediate_values, user_attrs={**kept, SOURCE: source},
+                intermediate_values=trial.intermediate_values,
+                user_attrs={**kept, SOURCE: source},
             )
-        )  # fmt: skip
+        )
         added += 1
     logger.info("added %d trials of the study %s", added, name)
 
@@ -358,9 +364,11 @@ def _require_comparable(earlier: optuna.Study, recipe: Recipe) -> dict[str, Any]
     now = basis(recipe)
     if (then := earlier.user_attrs.get(BASIS)) is None:
         raise UserError(
-            f"the study {earlier.study_name} does not record its recipe", where=where,
-            rule="a source study must have been made by llmrecipes search", fix="leave it out",
-        )  # fmt: skip
+            f"the study {earlier.study_name} does not record its recipe",
+            where=where,
+            rule="a source study must have been made by llmrecipes search",
+            fix="leave it out",
+        )
     then = _with_defaults(then)
     # Each trial has its own value of these.
     searched = {
@@ -375,9 +383,10 @@ def _require_comparable(earlier: optuna.Study, recipe: Recipe) -> dict[str, Any]
         raise UserError(
             f"the study {earlier.study_name} measured something else: "
             + "; ".join(f"{change.key} {change.then!r}, now {change.now!r}" for change in changed),
-            where=where, rule="losses can only be compared between trials of the same recipe, length and data",
+            where=where,
+            rule="losses can only be compared between trials of the same recipe, length and data",
             fix="leave it out, or set these keys as they were",
-        )  # fmt: skip
+        )
     return then
 
 

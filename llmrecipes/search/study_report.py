@@ -370,12 +370,14 @@ def _curves(study: optuna.Study, name: str) -> Figure:
         trial = trials[curve.name]
         state = "best" if trial.number in best else trial.state.name
         curve.update(
-            name=NAMES.get(state, state.lower()), legendgroup=state, showlegend=state not in shown,
+            name=NAMES.get(state, state.lower()),
+            legendgroup=state,
+            showlegend=state not in shown,
             line={"color": COLOURS.get(state, BEST), "width": 3 if state == "best" else 1},
             marker={"color": COLOURS.get(state, BEST), "size": 5},
             opacity=1.0 if state == "best" else 0.6,
             hovertemplate=f"trial {trial.number}: %{{y:.5g}} at evaluation %{{x}}<extra></extra>",
-        )  # fmt: skip
+        )
         shown.add(state)
     figure.data = sorted(figure.data, key=lambda curve: curve.name == "best")
     longest = max(max(trial.intermediate_values, default=0) for trial in trials.values())

@@ -148,9 +148,11 @@ def local_target(
     local = detect()
     if local.gpus and len(local.gpus) < workers:
         raise UserError(
-            f"{workers} trials at a time on {len(local.gpus)} GPUs", where="--workers",
-            rule="parallel trials do not share GPUs", fix=f"--workers {len(local.gpus)}",
-        )  # fmt: skip
+            f"{workers} trials at a time on {len(local.gpus)} GPUs",
+            where="--workers",
+            rule="parallel trials do not share GPUs",
+            fix=f"--workers {len(local.gpus)}",
+        )
     # Measured once: a later trial is not judged by what earlier ones use at the moment.
     site = replace(
         local,
@@ -211,14 +213,25 @@ def target_of(
             )
     if not place.needs_cluster:
         if nodes > 1 or cluster is not None:
-            raise UserError(f"not valid with --to {to}", where="--nodes" if nodes > 1 else "--cluster",
-                            rule="trials on this machine run on one node", fix="--to slurm or --to k8s")  # fmt: skip
+            raise UserError(
+                f"not valid with --to {to}",
+                where="--nodes" if nodes > 1 else "--cluster",
+                rule="trials on this machine run on one node",
+                fix="--to slurm or --to k8s",
+            )
         return local_target(place, launcher_options, paths, workers, nproc)
     if cluster is None:
-        raise UserError(f"missing with --to {to}", where="--cluster",
-                        rule="a trial is planned for the nodes it will run on", fix="--cluster NAME")  # fmt: skip
+        raise UserError(
+            f"missing with --to {to}",
+            where="--cluster",
+            rule="a trial is planned for the nodes it will run on",
+            fix="--cluster NAME",
+        )
     if not place.shares_disk and "tracking-uri" not in launcher_options:
-        raise UserError(f"tracking-uri is required with --to {to}", where="--submit",
-                        rule="the losses of trials come back through an MLflow server",
-                        fix="--submit tracking-uri=URL")  # fmt: skip
+        raise UserError(
+            f"tracking-uri is required with --to {to}",
+            where="--submit",
+            rule="the losses of trials come back through an MLflow server",
+            fix="--submit tracking-uri=URL",
+        )
     return cluster_target(place, launcher_options, paths, workers, cluster, nodes, nproc)

@@ -142,11 +142,14 @@ def return_to_queue(study: optuna.Study, number: int) -> None:
     kept = {key: value for key, value in trial.user_attrs.items() if key != WORKER}
     study.add_trial(
         create_trial(
-            state=TrialState.WAITING, params=trial.params, distributions=trial.distributions,
-            user_attrs={**kept, RETURNED: earlier}, system_attrs=without_heartbeat(trial),
+            state=TrialState.WAITING,
+            params=trial.params,
+            distributions=trial.distributions,
+            user_attrs={**kept, RETURNED: earlier},
+            system_attrs=without_heartbeat(trial),
             intermediate_values=trial.intermediate_values,
         )
-    )  # fmt: skip
+    )
 
 
 def discard(study: optuna.Study, trial: optuna.Trial) -> None:

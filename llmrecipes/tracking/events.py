@@ -40,9 +40,13 @@ VALID = ("valid_loss", "valid_bits_per_byte", "valid_token_accuracy")
 
 
 BY_SOURCE = (
-    "source_loss", "valid_source_loss", "valid_source_bits_per_byte", "valid_source_token_accuracy", "rewards",
+    "source_loss",
+    "valid_source_loss",
+    "valid_source_bits_per_byte",
+    "valid_source_token_accuracy",
+    "rewards",
     "valid_rewards",
-)  # fmt: skip
+)
 """Metrics by the label of a source or held-out set, and rewards of pairs by TRL's names."""
 
 

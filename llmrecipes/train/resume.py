@@ -221,9 +221,11 @@ def load_frozen_model(engine: Engine, spec: RunSpec) -> None:
         return
     if spec.teacher is None:
         raise UserError(
-            "this rank was started without it", where=key, rule="llmrecipes train locates the model for its ranks",
+            "this rank was started without it",
+            where=key,
+            rule="llmrecipes train locates the model for its ranks",
             fix="start it with llmrecipes train or llmrecipes submit",
-        )  # fmt: skip
+        )
     load_frozen_from(engine.parts, spec.teacher, frozen_model(recipe))
 
 

@@ -43,8 +43,9 @@ def at_start(entry: Entry | None, plan: Plan) -> Monitored:
         return state
     before = stage_of(plan.run_recipe, span.first_step, ending=True)
     if (before.model.seq_length, before.train.global_batch_size) == (
-        recipe.model.seq_length, recipe.train.global_batch_size,
-    ):  # fmt: skip
+        recipe.model.seq_length,
+        recipe.train.global_batch_size,
+    ):
         return state
     return Monitored(step=state.step, since=span.first_step)
 

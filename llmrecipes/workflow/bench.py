@@ -132,9 +132,12 @@ def machine_profile(cluster: str, repeats: int, name: str) -> dict[str, Any]:
     here = detect()
     profile = load_profile(cluster)
     if here.gpus or profile.gpus_per_node:
-        raise UserError("this machine has a GPU", where="bench machine", rule="it measures processors only; the "
-        "planner has coefficients for GPUs",
-                        fix="llmrecipes plan RECIPE --cluster NAME")  # fmt: skip
+        raise UserError(
+            "this machine has a GPU",
+            where="bench machine",
+            rule="it measures processors only; the planner has coefficients for GPUs",
+            fix="llmrecipes plan RECIPE --cluster NAME",
+        )
     recipe = load("gpt-tiny", []).recipe
     answer = measure(BenchSpec(what="machine", recipe=recipe, data_dir=Path(), out=Path(), repeats=repeats), 2)
     if answer is None:
@@ -164,10 +167,11 @@ def require_new(target: Path) -> None:
     """
     if target.suffix != ".yaml" or target.exists() or not re.fullmatch(NAME, target.stem):
         raise UserError(
-            f"cannot write to {target}", where="--write", rule="a new .yaml file, named in lower-case letters, "
-            "digits, `.`, `_` and `-`",
+            f"cannot write to {target}",
+            where="--write",
+            rule="a new .yaml file, named in lower-case letters, digits, `.`, `_` and `-`",
             fix="--write my-machine.yaml",
-        )  # fmt: skip
+        )
 
 
 def save_profile(data: Mapping[str, Any], target: Path) -> None:

@@ -142,17 +142,21 @@ def _evaluate_folder(
     quantised = config.pop("quantization_config", None) is not None
     if quantised and (layout.ranks or layout.tensor) > 1:
         raise UserError(
-            f"{layout.ranks or layout.tensor} ranks for quantised weights", where="--tp, --nproc",
-            rule="transformers evaluates them in a single process", fix="--tp 1 and no --nproc",
-        )  # fmt: skip
+            f"{layout.ranks or layout.tensor} ranks for quantised weights",
+            where="--tp, --nproc",
+            rule="transformers evaluates them in a single process",
+            fix="--tp 1 and no --nproc",
+        )
     section = section_of(config, source.path)[1]
     validated(section, 1, str(source.path / CONFIG))
     weights = open_folder(source.path, COMPRESSED)  # refuses pickles and missing files before anything is loaded
     if not (source.path / TOKENIZER_FILE).is_file():
         raise UserError(
-            "no tokenizer.json", where=str(source.path), rule="text is evaluated with the model's own tokenizer",
+            "no tokenizer.json",
+            where=str(source.path),
+            rule="text is evaluated with the model's own tokenizer",
             fix="copy the tokenizer's files to that folder",
-        )  # fmt: skip
+        )
     values = recipe_values(source, section, recipe_name(source.name))
     recipe = load_values(values, source.path / CONFIG, [f"train.precision={precision_of(weights)}"]).recipe
     spec = EvaluationSpec(

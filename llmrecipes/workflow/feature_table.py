@@ -102,30 +102,44 @@ def _elsewhere(plan: Plan, profile: Profile | None) -> Iterator[FeatureRow]:
     layers, other = ("transformer_engine", "local") if target.transformer_engine else ("local", "auto")
     chosen, _ = expected_layers(_with(recipe, {"model.transformer_impl": other}), plan.device)
     yield FeatureRow(
-        "model.transformer_impl", layers, target.layers_reason,
-        "3 to 5% of gpt-1b's step on one GPU, against megatron-core's own layers with compiled functions", "calculated",
+        "model.transformer_impl",
+        layers,
+        target.layers_reason,
+        "3 to 5% of gpt-1b's step on one GPU, against megatron-core's own layers with compiled functions",
+        "calculated",
         f"model.transformer_impl={other}" if chosen is not target.transformer_engine else None,
-    )  # fmt: skip
+    )
     recomputed = plan.recompute_granularity
     yield _planned(
-        plan, profile, "train.recompute_granularity", recomputed,
+        plan,
+        profile,
+        "train.recompute_granularity",
+        recomputed,
         "auto: the least that fits" if plan.recompute_auto else "set in the recipe" if recomputed else "default",
         dict.fromkeys(("granularity", "method", "num_layers", "modules")) if recomputed else None,
         prefix="train.recompute_",
-    )  # fmt: skip
+    )
     yield FeatureRow(
-        "train.torch_compile", recipe.train.torch_compile,
-        "set in the recipe" if recipe.train.torch_compile
+        "train.torch_compile",
+        recipe.train.torch_compile,
+        "set in the recipe"
+        if recipe.train.torch_compile
         else f"default{'; kernels of TransformerEngine are fused already' if target.transformer_engine else ''}",
-        "fuses the rest of megatron-core's own layers", "expected",
+        "fuses the rest of megatron-core's own layers",
+        "expected",
         f"train.torch_compile={_text(not recipe.train.torch_compile)}",
-    )  # fmt: skip
+    )
     chunks = plan.loss_chunk_tokens
     fixed = obstacle_to_chunks(recipe) or recipe.train.z_loss_coeff
     yield _planned(
-        plan, profile, "train.loss_chunk_tokens", chunks, _why_chunks(plan),
-        None if fixed else {"loss_chunk_tokens": 0 if chunks else CHUNK}, prefix="train.",
-    )  # fmt: skip
+        plan,
+        profile,
+        "train.loss_chunk_tokens",
+        chunks,
+        _why_chunks(plan),
+        None if fixed else {"loss_chunk_tokens": 0 if chunks else CHUNK},
+        prefix="train.",
+    )
     for name in ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer", "grad_reduce_in_fp32"):
         value = getattr(recipe.parallelism, name)
         default = type(recipe.parallelism).model_fields[name].default
@@ -135,9 +149,14 @@ def _elsewhere(plan: Plan, profile: Profile | None) -> Iterator[FeatureRow]:
         if name == "overlap_param_gather" and not value:
             change["overlap_grad_reduce"] = True
         yield _planned(
-            plan, profile, f"parallelism.{name}", value, "default" if value == default else "set in the recipe",
-            change, prefix="parallelism.",
-        )  # fmt: skip
+            plan,
+            profile,
+            f"parallelism.{name}",
+            value,
+            "default" if value == default else "set in the recipe",
+            change,
+            prefix="parallelism.",
+        )
 
 
 def _why_chunks(plan: Plan) -> str:

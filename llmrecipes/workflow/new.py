@@ -223,8 +223,9 @@ def make(wanted: Wanted) -> Made:
     """
     if (wanted.params is None) == (wanted.like is None):
         what = "not set" if wanted.params is None else f"{wanted.params} with --like {wanted.like}"
-        raise UserError(what, where="--params", rule="set one of --params and --like",
-                        fix="--params 1b, or --like gpt-1b")  # fmt: skip
+        raise UserError(
+            what, where="--params", rule="set one of --params and --like", fix="--params 1b, or --like gpt-1b"
+        )
     like = wanted.like or nearest(wanted.params or 1)
     base = load(like).recipe
     path = Path(f"{wanted.name}.yaml")
@@ -298,11 +299,19 @@ def write(name: str, text: str, folder: Path, *, force: bool, source: Path | Non
     """
     path = folder / f"{name}.yaml"
     if source is not None and path.exists() and path.samefile(source):
-        raise UserError("is the file being translated", where=str(path), rule="a recipe must not overwrite its source",
-                        fix="another NAME, or --out DIR")  # fmt: skip
+        raise UserError(
+            "is the file being translated",
+            where=str(path),
+            rule="a recipe must not overwrite its source",
+            fix="another NAME, or --out DIR",
+        )
     if path.exists() and not force:
-        raise UserError("already exists", where=str(path), rule="a recipe is overwritten only with --force",
-                        fix="--force, or another name")  # fmt: skip
+        raise UserError(
+            "already exists",
+            where=str(path),
+            rule="a recipe is overwritten only with --force",
+            fix="--force, or another name",
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text)

@@ -43,10 +43,11 @@ def place(recipe: Recipe) -> tuple[str, Path]:
     known = precomputed_place(recipe)
     if known is None:
         raise UserError(
-            "no key sets the folder to write", where=f"recipe {recipe.name}",
+            "no key sets the folder to write",
+            where=f"recipe {recipe.name}",
             rule="precompute writes log-probabilities of the reference of dpo, or logits of the teacher of distill",
             fix="llmrecipes precompute RECIPE dpo.reference_log_probs=DIR, or distill.logits=DIR distill.top_k=32",
-        )  # fmt: skip
+        )
     return known[0], Path(known[1])
 
 
@@ -99,8 +100,11 @@ def facts(recipe: Recipe, prepared: Prepared, weights: str) -> dict[str, Any]:
     from llmrecipes.data.folder.prepared import ORDER, index_folder, most_passes
     from llmrecipes.data.read.curriculum import ordering
 
-    tokens = {name: file.sha256 for name, file in prepared.manifest.files.items()
-              if name.endswith((".bin", ".idx", ".answers"))}  # fmt: skip
+    tokens = {
+        name: file.sha256
+        for name, file in prepared.manifest.files.items()
+        if name.endswith((".bin", ".idx", ".answers"))
+    }
     content = hashlib.sha256(json.dumps(tokens, sort_keys=True).encode()).hexdigest()
     values: dict[str, Any] = {
         "data": {"folder": prepared.path.name, "content": content},
@@ -111,11 +115,13 @@ def facts(recipe: Recipe, prepared: Prepared, weights: str) -> dict[str, Any]:
     if recipe.distill is not None:
         curriculum = recipe.data.curriculum
         values["order"] = {
-            "train.seed": recipe.train.seed, "samples": samples_of(recipe), "data.sources.weight": prepared.weights,
+            "train.seed": recipe.train.seed,
+            "samples": samples_of(recipe),
+            "data.sources.weight": prepared.weights,
             "megatron-core": version("megatron-core"),
             "data.chat.packing": None if recipe.data.chat is None else recipe.data.chat.packing,
             "data.curriculum": None if curriculum is None else ordering(curriculum, index_folder(recipe, prepared)),
-        }  # fmt: skip
+        }
         if recipe.data.chat is None and most_passes(recipe, prepared) > 1:
             values["order"]["passes"] = ORDER
         values["distill.top_k"] = recipe.distill.top_k

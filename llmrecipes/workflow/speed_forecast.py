@@ -86,9 +86,11 @@ def search(
     machine = planned(cluster, nodes, gpus or 1)
     if not machine.gpus:
         raise UserError(
-            "no GPU", where="--cluster", rule="layouts are searched for GPUs only",
+            "no GPU",
+            where="--cluster",
+            rule="layouts are searched for GPUs only",
             fix="--cluster NAME; llmrecipes clusters lists them",
-        )  # fmt: skip
+        )
     return fastest(
         loaded, machine, gpus or len(machine.gpus), None if cluster is None else load_profile(cluster), number
     )
@@ -129,9 +131,11 @@ def checked(
         if check.fits:
             return [*checks, *((other, None) for other in candidates[number + 1 :])]
     raise UserError(
-        f"none of the {len(candidates)} fastest layouts fits in its dry run", where="--dryrun",
-        rule="the winner must fit in its dry run", fix="leave --dryrun out to see them, or use more --nodes",
-    )  # fmt: skip
+        f"none of the {len(candidates)} fastest layouts fits in its dry run",
+        where="--dryrun",
+        rule="the winner must fit in its dry run",
+        fix="leave --dryrun out to see them, or use more --nodes",
+    )
 
 
 def _dry_run(candidate: Candidate, cluster: str | None, nodes: int | None, log: Log) -> LayoutDryRun:
@@ -144,9 +148,11 @@ def _dry_run(candidate: Candidate, cluster: str | None, nodes: int | None, log: 
     taken, _ = plan_on(candidate.recipe, nproc=None, cluster=cluster, nodes=nodes)
     if taken.world_size != world:
         raise UserError(
-            f"{world} of {taken.world_size} GPUs", where="--gpus", rule="a dry run uses all GPUs of its nodes",
+            f"{world} of {taken.world_size} GPUs",
+            where="--gpus",
+            rule="a dry run uses all GPUs of its nodes",
             fix="--nodes N instead of --gpus",
-        )  # fmt: skip
+        )
     fullest = max(range(len(stages)), key=lambda stage: stages[stage].total)
     rank = fullest * (world // len(stages))
     started = time.perf_counter()
@@ -172,10 +178,11 @@ def require_new(path: Path) -> None:
         )
     if path.suffix not in (".yaml", ".yml") or not re.fullmatch(NAME, path.stem):
         raise UserError(
-            f"{path.name!r} is not a valid file name", where="--write", rule="NAME.yaml, of lower-case letters, "
-            "digits, `.`, `_` and `-`",
+            f"{path.name!r} is not a valid file name",
+            where="--write",
+            rule="NAME.yaml, of lower-case letters, digits, `.`, `_` and `-`",
             fix="--write my-recipe.yaml",
-        )  # fmt: skip
+        )
 
 
 def write(candidate: Candidate, path: Path) -> None:
@@ -225,8 +232,12 @@ def scaling_curve(
     """
     _require_picture(path, "--scaling-curve")
     if cluster is None:
-        raise UserError("missing", where="--cluster", rule="a curve over GPUs needs a profile of their nodes",
-                        fix="--cluster NAME; llmrecipes clusters lists them")  # fmt: skip
+        raise UserError(
+            "missing",
+            where="--cluster",
+            rule="a curve over GPUs needs a profile of their nodes",
+            fix="--cluster NAME; llmrecipes clusters lists them",
+        )
     from llmrecipes.plan.speed.curve import COUNTS, curve
     from llmrecipes.plan.speed.figure import draw_curve
 

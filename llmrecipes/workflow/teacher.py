@@ -116,9 +116,11 @@ def _recorded(spec: RunSpec) -> Path | None:
     path = Path(record["path"]) if known else None
     if path is not None and not path.is_dir():
         raise UserError(
-            "no longer exists", where=str(path), rule="a restarted run must use the same weights",
+            "no longer exists",
+            where=str(path),
+            rule="a restarted run must use the same weights",
             fix="restore it, or start a new run",
-        )  # fmt: skip
+        )
     return path
 
 
@@ -162,27 +164,32 @@ def require_fit(path: Path, recipe: Recipe) -> None:
     where = f"{key}: {named_model(recipe)}"
     if recorded.lora is not None:
         raise UserError(
-            "this run trained only adapters", where=where, rule="a frozen model needs complete weights",
+            "this run trained only adapters",
+            where=where,
+            rule="a frozen model needs complete weights",
             fix=f"llmrecipes export RUN --merge-adapter, then set {key} to the folder",
-        )  # fmt: skip
+        )
     if wrong := [key for key in SHARED if getattr(recorded.model, key) != getattr(recipe.model, key)]:
         raise UserError(
-            ", ".join(f"{getattr(recorded.model, key)} in its model.{key}" for key in wrong), where=where,
+            ", ".join(f"{getattr(recorded.model, key)} in its model.{key}" for key in wrong),
+            where=where,
             rule="both models must read and predict the same tokens",
             fix=" ".join(f"model.{key}={getattr(recorded.model, key)}" for key in wrong),
-        )  # fmt: skip
+        )
     if plain(recorded.model) != plain(expected) and recipe.distill is None:
         raise UserError(
-            f"its model differs: {json.dumps(differing(recipe.model, recorded.model))}", where=where,
-            rule="a reference must be the model that is trained, with other weights", fix="use another run, or set "
-            "these model keys",
-        )  # fmt: skip
+            f"its model differs: {json.dumps(differing(recipe.model, recorded.model))}",
+            where=where,
+            rule="a reference must be the model that is trained, with other weights",
+            fix="use another run, or set these model keys",
+        )
     if plain(recorded.model) != plain(expected):
         raise UserError(
-            "its model differs from distill.model", where=where,
+            "its model differs from distill.model",
+            where=where,
             rule="distill.model must have the model keys in which the teacher differs from the recipe",
             fix=f"distill.model={json.dumps(differing(recipe.model, recorded.model))}",
-        )  # fmt: skip
+        )
 
 
 def plain(model: Model) -> dict[str, Any]:

@@ -74,8 +74,12 @@ def _train_with_those_here(recipe: Recipe, paths: Paths, options: TrainOptions, 
             fix="leave --min-nodes out, or set train.elastic",
         )
     if node.master_port == MOST_PORT:
-        raise UserError(f"port {MOST_PORT}", where="--rdzv", rule="with --min-nodes the port above it is used too",
-                        fix="use a lower port")  # fmt: skip
+        raise UserError(
+            f"port {MOST_PORT}",
+            where="--rdzv",
+            rule="with --min-nodes the port above it is used too",
+            fix="use a lower port",
+        )
     token = token_of(os.environ)
     os.environ.pop(TOKEN)  # the ranks do not need it
 
@@ -135,8 +139,11 @@ def start_with_restarts(ready: PreparedStart, max_restarts: int, log: Log, recip
         for restart in range(max_restarts + 1):
             if spares is not None:
                 spares.last = restart == max_restarts
-            update = {"restart": restart, "from_scratch": spec.from_scratch and restart == 0,
-                      "from_best": spec.from_best and restart == 0}  # fmt: skip
+            update = {
+                "restart": restart,
+                "from_scratch": spec.from_scratch and restart == 0,
+                "from_best": spec.from_best and restart == 0,
+            }
             started = replace(ready, spec=ready.spec.model_copy(update=update))
             code = start(started, separate_process=True, spares=spares)
             if code in tuple(ExitCode) or restart == max_restarts:
@@ -227,22 +234,34 @@ def start(
 def _require_consistent(options: TrainOptions) -> None:
     if options.node is not None and options.run_id is None:
         raise UserError(
-            "required with several nodes", where="--run-id", rule="all nodes must use the same run directory",
+            "required with several nodes",
+            where="--run-id",
+            rule="all nodes must use the same run directory",
             fix="--run-id my-run-1",
-        )  # fmt: skip
+        )
     if options.min_nodes is not None and options.node is None:
-        raise UserError("needs --nnodes", where="--min-nodes", rule="--min-nodes is for several nodes",
-                        fix="add --nnodes N, or leave it out")  # fmt: skip
+        raise UserError(
+            "needs --nnodes",
+            where="--min-nodes",
+            rule="--min-nodes is for several nodes",
+            fix="add --nnodes N, or leave it out",
+        )
     if options.node is not None and options.run.max_restarts:
         raise UserError(
-            f"{options.run.max_restarts} on several nodes", where="--max-restarts",
-            rule="--max-restarts works on a single node only", fix="use Slurm or Kubernetes, which restart all nodes",
-        )  # fmt: skip
+            f"{options.run.max_restarts} on several nodes",
+            where="--max-restarts",
+            rule="--max-restarts works on a single node only",
+            fix="use Slurm or Kubernetes, which restart all nodes",
+        )
     backwards = {"--from-scratch": options.run.from_scratch, "--from-best": options.run.from_best}
     chosen = [name for name, is_chosen in backwards.items() if is_chosen]
     if chosen and options.run_id is None:
-        raise UserError("needs --run-id", where=chosen[0], rule="a run without --run-id is a new one",
-                        fix="add --run-id RUN, or leave it out")  # fmt: skip
+        raise UserError(
+            "needs --run-id",
+            where=chosen[0],
+            rule="a run without --run-id is a new one",
+            fix="add --run-id RUN, or leave it out",
+        )
     if len(chosen) > 1:
         raise UserError(
             f"cannot be combined with {chosen[0]}",

@@ -142,17 +142,21 @@ def _tokens(law: Law, size: float, loss: float) -> float:
     least = law.loss(size, math.inf)
     if not loss > least:
         raise UserError(
-            f"{loss:g}", where="--loss", rule=f"this model stays above {least:.4g} with any number of tokens",
+            f"{loss:g}",
+            where="--loss",
+            rule=f"this model stays above {least:.4g} with any number of tokens",
             fix="a larger model, or a higher loss",
-        )  # fmt: skip
+        )
     # As a logarithm: a small exponent has a result beyond the range of numbers.
     exponent = math.log10(law.B / (loss - least)) / law.beta
     if not 0 <= exponent <= _MOST_TOKENS:
         takes = "less than a token" if exponent < 0 else f"1e{exponent:.0f} tokens"
         raise UserError(
-            f"{loss:g} takes {takes} by the scaling law", where="--loss", rule=f"1 to 1e{_MOST_TOKENS} tokens",
+            f"{loss:g} takes {takes} by the scaling law",
+            where="--loss",
+            rule=f"1 to 1e{_MOST_TOKENS} tokens",
             fix=f"a loss above {least:.4g}" if exponent > 0 else "a lower loss",
-        )  # fmt: skip
+        )
     return 10.0**exponent
 
 
@@ -166,8 +170,9 @@ def _prices(words: Sequence[str], names: Sequence[str]) -> dict[str, float]:
             prices[name] = math.nan
         if (name and name not in names) or not (math.isfinite(prices[name]) and prices[name] > 0):
             raise UserError(
-                f"{word!r} is not a price", where="--usd-per-gpu-hour", rule="a price above 0, or NAME=PRICE of one "
-                "of --clusters",
+                f"{word!r} is not a price",
+                where="--usd-per-gpu-hour",
+                rule="a price above 0, or NAME=PRICE of one of --clusters",
                 fix=f"{names[0]}=2.5",
-            )  # fmt: skip
+            )
     return prices

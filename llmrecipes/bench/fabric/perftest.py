@@ -107,8 +107,10 @@ class Process:
         self._output: IO[str] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             ["timeout", "--kill-after=5", f"{limit:.0f}", *words],
-            stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+        )
 
     def running(self) -> bool:
         return self._process.poll() is None

@@ -24,10 +24,15 @@ def card(manifest: DataManifest) -> str:
     data: dict[str, Any] = manifest.data
     total = [manifest.counts(split) for split in SPLITS]
     sources = [
-        (_code(s.label), s.read, sum(c.documents for c in s.splits.values()), sum(c.tokens for c in s.splits.values()),
-         sum(c.bytes for c in s.splits.values()))
+        (
+            _code(s.label),
+            s.read,
+            sum(c.documents for c in s.splits.values()),
+            sum(c.tokens for c in s.splits.values()),
+            sum(c.bytes for c in s.splits.values()),
+        )
         for s in manifest.sources
-    ]  # fmt: skip
+    ]
     parts = [
         f"# Prepared data {manifest.fingerprint}",
         f"{sum(c.documents for c in total):,} documents, {sum(c.tokens for c in total):,} tokens, "
@@ -79,12 +84,14 @@ def _steps(manifest: DataManifest) -> list[tuple[object, ...]]:
         (
             name,
             _code(json.dumps(settings[name], ensure_ascii=False)) if settings.get(name) else "",
-            sum({"empty": s.empty, "undecodable": s.undecodable, "duplicates": s.duplicates, **s.steps}.get(name, 0)
-                for s in manifest.sources),
+            sum(
+                {"empty": s.empty, "undecodable": s.undecodable, "duplicates": s.duplicates, **s.steps}.get(name, 0)
+                for s in manifest.sources
+            ),
             sum(s.changed.get(name, 0) for s in manifest.sources),
         )
         for name in {**settings, **counted}
-    ]  # fmt: skip
+    ]
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -186,9 +186,11 @@ def read_record(folder: Path, where: str) -> tuple[ScoresRecord, bytes]:
         record = ScoresRecord.model_validate_json(content)
     except OSError as error:
         raise UserError(
-            f"{RECORD} is missing", where=where, rule="a curriculum orders documents by losses computed beforehand",
+            f"{RECORD} is missing",
+            where=where,
+            rule="a curriculum orders documents by losses computed beforehand",
             fix=AGAIN,
-        ) from error  # fmt: skip
+        ) from error
     except (ValidationError, UserError) as error:
         raise UserError(
             "is corrupt", where=str(folder / RECORD), rule=f"the file must be as {OPTION} wrote it", fix=AGAIN
@@ -345,9 +347,11 @@ class ScoreWriter:
         if not math.isfinite(loss):
             document = source.splits[self._split].documents - self._missing
             raise UserError(
-                f"document {document:,} of source {source.label!r} has loss {loss}", where=OPTION,
-                rule="losses must be finite", fix="use another checkpoint",
-            )  # fmt: skip
+                f"document {document:,} of source {source.label!r} has loss {loss}",
+                where=OPTION,
+                rule="losses must be finite",
+                fix="use another checkpoint",
+            )
         value = np.float32(loss).astype("<f4").tobytes()
         self._stream.write(value)
         self._checksum.update(value)
@@ -409,7 +413,8 @@ def require_free(folder: Path, prepared: Prepared, split: Split) -> None:
     for number, source in enumerate(prepared.manifest.sources):
         if source.splits[split].documents and digests(prepared, number, split) is None:
             raise UserError(
-                f"source {source.label!r} has only token ids", where=OPTION,
-                rule="losses are matched to documents by their text", fix="use a source of text instead of type "
-                "megatron",
-            )  # fmt: skip
+                f"source {source.label!r} has only token ids",
+                where=OPTION,
+                rule="losses are matched to documents by their text",
+                fix="use a source of text instead of type megatron",
+            )

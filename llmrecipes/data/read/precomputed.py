@@ -132,16 +132,15 @@ def read_record(folder: Path, where: str) -> tuple[PrecomputedRecord, str]:
         record = PrecomputedRecord.model_validate_json(content)
     except OSError as error:
         raise UserError(
-            "the folder has no precomputed values", where=where, rule="training reads what `llmrecipes precompute` "
-            "wrote",
+            "the folder has no precomputed values",
+            where=where,
+            rule="training reads what `llmrecipes precompute` wrote",
             fix="llmrecipes precompute RECIPE with the same overrides",
-        ) from error  # fmt: skip
+        ) from error
     except (ValidationError, UserError) as error:
         raise UserError("is corrupt", where=str(folder / NAME), fix=AGAIN) from error
     if record.format != FORMAT:
-        raise UserError(
-            f"has format {record.format}; this version reads {FORMAT}", where=str(folder / NAME), fix=AGAIN
-        )  # fmt: skip
+        raise UserError(f"has format {record.format}; this version reads {FORMAT}", where=str(folder / NAME), fix=AGAIN)
     return record, hashlib.sha256(content).hexdigest()
 
 
@@ -233,10 +232,12 @@ class WithTeacherLogits(Dataset[dict[str, Any]]):
             ids, logits = self._form.unpacked(data)
         except ValueError as error:
             raise UserError(
-                f"sample {number:,} {error}", where=str(self._path(part)), rule="a teacher's logits must be as they "
-                "were written",
-                fix=AGAIN, code=ExitCode.STOP,
-            ) from error  # fmt: skip
+                f"sample {number:,} {error}",
+                where=str(self._path(part)),
+                rule="a teacher's logits must be as they were written",
+                fix=AGAIN,
+                code=ExitCode.STOP,
+            ) from error
         return {**self._samples[number], "teacher_ids": ids, "teacher_logits": logits}
 
     def _path(self, part: int) -> Path:
@@ -285,14 +286,16 @@ def log_probs(folder: Path, stems: Sequence[str], counts: Sequence[int]) -> list
             values = np.lib.format.open_memmap(untrusted.real(path, root=folder), mode="r")  # supports no pickles
         except FileNotFoundError as error:
             raise UserError(
-                "is missing", where=str(path), rule="training reads what `llmrecipes precompute` wrote",
+                "is missing",
+                where=str(path),
+                rule="training reads what `llmrecipes precompute` wrote",
                 fix="llmrecipes precompute RECIPE with the same overrides",
-            ) from error  # fmt: skip
+            ) from error
         except Exception as error:  # of any kind: the header is the source of a Python literal
             raise UserError("is not an array", where=str(path), fix=AGAIN) from error
         if values.dtype != np.float64 or values.shape != (count, 2):
             raise UserError(
                 f"{values.dtype} {list(values.shape)}, expected float64 [{count}, 2]", where=str(path), fix=AGAIN
-            )  # fmt: skip
+            )
         columns.append(values)
     return columns

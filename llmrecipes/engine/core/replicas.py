@@ -76,8 +76,12 @@ def watched_results(modules: Sequence[torch.nn.Module]) -> Iterator[list[tuple[s
 
     def see(module: Any, _inputs: Any, output: torch.Tensor) -> None:
         last = max((layer.layer_number for layer in module.decoder.layers), default=0)
-        results.append((f"losses, {_LAYER}{last}" if module.post_process else f"hidden states, {_LAYER}{last}",
-                        output.detach().clone()))  # fmt: skip
+        results.append(
+            (
+                f"losses, {_LAYER}{last}" if module.post_process else f"hidden states, {_LAYER}{last}",
+                output.detach().clone(),
+            )
+        )
 
     hooks = [module.register_forward_hook(see) for module in modules]
     try:

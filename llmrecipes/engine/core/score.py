@@ -146,9 +146,7 @@ class GPTScorer:
         A longer prompt gives its own next tokens meanwhile, so that all texts have the same positions.
         """
         (module,) = self._modules
-        context = StaticInferenceContext(
-            max_batch_size=len(texts), max_sequence_length=max(text.end for text in texts)
-        )  # fmt: skip
+        context = StaticInferenceContext(max_batch_size=len(texts), max_sequence_length=max(text.end for text in texts))
         done = 0
         at = min(len(text.prompt) for text in texts)
         while any(not text.done for text in texts):
@@ -160,7 +158,7 @@ class GPTScorer:
             with without_plans():
                 logits = module(
                     rows.to(self._device), places, None, inference_context=context, runtime_gather_output=True
-                )[:, -1, : self._rows]  # fmt: skip
+                )[:, -1, : self._rows]
             context.sequence_len_offset = done = at
             context.enable_decode_mode()
             likeliest = logits.argmax(-1).tolist() if sampling.temperature == 0 else None

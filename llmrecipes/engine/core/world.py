@@ -57,8 +57,12 @@ def join(platform: Platform, seed: int, parallelism: Parallelism, speed: Speed =
 
 
 _OF_A_GROUP: dict[str, type] = {
-    "is_high_priority_stream": bool, "cga_cluster_size": int, "max_ctas": int, "min_ctas": int, "net_name": str
-}  # fmt: skip
+    "is_high_priority_stream": bool,
+    "cga_cluster_size": int,
+    "max_ctas": int,
+    "min_ctas": int,
+    "net_name": str,
+}
 """What megatron-core reads for a group (`parallel_state.get_nccl_options`)."""
 
 

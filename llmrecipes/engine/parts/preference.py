@@ -67,8 +67,10 @@ def pair_losses(gains: Gains, dpo: Dpo) -> torch.Tensor:
             wrong = dpo.label_smoothing
             return (wrong * log(-beta * margin) - (1 - wrong) * log(beta * margin)) / (1 - 2 * wrong)
         case "exo_pair":
-            likely, unlikely = (torch.tensor(share, dtype=torch.float64).log()
-                            for share in (1 - dpo.label_smoothing, dpo.label_smoothing))  # fmt: skip
+            likely, unlikely = (
+                torch.tensor(share, dtype=torch.float64).log()
+                for share in (1 - dpo.label_smoothing, dpo.label_smoothing)
+            )
             q = torch.sigmoid(beta * margin)
             return q * (log(beta * margin) - likely) + (1 - q) * (log(-beta * margin) - unlikely)
         case "nca_pair":

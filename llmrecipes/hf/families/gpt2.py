@@ -115,8 +115,12 @@ GPT2 = Family(
     specials=(_Dropout(), _Gpt2Heads()),
     training_only=frozenset(
         {
-            "n_ctx", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
+            "n_ctx",
+            "summary_activation",
+            "summary_first_dropout",
+            "summary_proj_to_labels",
+            "summary_type",
             "summary_use_proj",
         }
     ),
-)  # fmt: skip
+)

@@ -89,7 +89,10 @@ class KubernetesLauncher:
             notes={"tokenize": f"{preparation.described(options)} {TOKENIZE}"} if first else {},
             details={
                 "prepare_objects": first or None,
-                "name": workload["name"], "namespace": options.namespace, "flavor": options.flavor, "objects": rendered,
+                "name": workload["name"],
+                "namespace": options.namespace,
+                "flavor": options.flavor,
+                "objects": rendered,
                 "pod_security": {"level": level, "reasons": list(reasons)},
             },
             place={
@@ -100,7 +103,7 @@ class KubernetesLauncher:
             time_limit=options.time or "none",
             has_token="HF_TOKEN" in options.secrets,  # pods only have what --secret gives them
             warnings=_warnings(submission.planned_for_cluster.profile, options),
-        )  # fmt: skip
+        )
 
     def require(self) -> None:
         """Requires kubectl."""

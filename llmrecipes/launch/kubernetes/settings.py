@@ -106,8 +106,9 @@ def check(options: KubernetesOptions) -> None:
     if options.topology is not None and not NODE_LABEL.fullmatch(options.topology):
         raise UserError(f"{options.topology!r}", where="--topology", rule="must be the key of a node label")
     if options.topology is not None and options.queue is None:
-        raise UserError("set without --queue", where="--topology", rule="only Kueue places pods by topology",
-                        fix="--queue NAME")  # fmt: skip
+        raise UserError(
+            "set without --queue", where="--topology", rule="only Kueue places pods by topology", fix="--queue NAME"
+        )
     if options.tracking_uri is not None:
         _check_tracking_uri(options.tracking_uri)
 

@@ -47,9 +47,12 @@ class LocalLauncher:
         """The command of the process."""
         planned = submission.planned
         if planned.nodes != 1:
-            raise UserError(f"{planned.nodes} with --to local", where="--nodes",
-                            rule="--to local runs on this machine only",
-                            fix="--to slurm or --to k8s")  # fmt: skip
+            raise UserError(
+                f"{planned.nodes} with --to local",
+                where="--nodes",
+                rule="--to local runs on this machine only",
+                fix="--to slurm or --to k8s",
+            )
         values = {
             "exit-file": RunFiles(submission.run_dir).exit_code,
             "cluster": planned.cluster,
@@ -88,9 +91,12 @@ class LocalLauncher:
         with log.open("ab") as output:
             process = subprocess.Popen(
                 [python, *words[:2], "--token", token, *words[2:]],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
                 env={**os.environ, **submission.environment},
-            )  # fmt: skip
+            )
         self._started.append(process)
         return Job(self, JobRef("local", f"{socket.gethostname()}:{process.pid}:{token}", submission.run_dir))
 

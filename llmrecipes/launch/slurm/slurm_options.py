@@ -99,11 +99,15 @@ def check(request: SlurmRequest, profile: Profile, options: SlurmOptions, ranks_
         require_time(limit, options.warning, where)
     for path in (request.runs_dir, request.data_dir):
         if not str(path).isprintable() or "\\" in str(path):
-            raise UserError("not printable", where=f"{str(path)!r}",
-                            rule="paths in Slurm's --output must be printable and have no backslash")  # fmt: skip
+            raise UserError(
+                "not printable",
+                where=f"{str(path)!r}",
+                rule="paths in Slurm's --output must be printable and have no backslash",
+            )
         if runtime != "none" and options.image and set(str(path)) & set(":,"):
-            raise UserError("cannot be mounted", where=str(path),
-                            rule="paths mounted into a container must not contain : or ,")  # fmt: skip
+            raise UserError(
+                "cannot be mounted", where=str(path), rule="paths mounted into a container must not contain : or ,"
+            )
 
 
 REFUSED = {

@@ -194,9 +194,12 @@ def report(runs: Iterable[MeasuredRun], left_out: Iterable[tuple[str, str]]) -> 
         devices.setdefault(run.device, []).append(run)
     bias = [
         Bias(
-            device, layout, len(some),
-            statistics.median(run.error for run in some), statistics.median(run.memory_error for run in some),
+            device,
+            layout,
+            len(some),
+            statistics.median(run.error for run in some),
+            statistics.median(run.memory_error for run in some),
         )
         for (device, layout), some in groups.items()
-    ]  # fmt: skip
+    ]
     return CalibrationReport(tuple(known), tuple(left_out), tuple(bias), tuple(fit(some) for some in devices.values()))

@@ -183,9 +183,11 @@ def device(name: str) -> Device:
                 return of_json(stem, {**values, **changes})
         return of_json(stem, values)
     raise SpeedUnknownError(
-        f"{name} has no coefficients", where="gpu", rule="the time model needs coefficients of the GPU",
+        f"{name} has no coefficients",
+        where="gpu",
+        rule="the time model needs coefficients of the GPU",
         fix=f"one of {', '.join(device_names())}",
-    )  # fmt: skip
+    )
 
 
 def of_json(name: str, values: dict[str, Any]) -> Device:

@@ -229,10 +229,11 @@ def gpu(plan: Plan, profile: Profile | None) -> Device:
     if not plan.cluster.gpus:
         if profile is None or profile.rates is None:
             raise SpeedUnknownError(
-                "no GPU, and no measured rates of the processors", where="--cluster",
+                "no GPU, and no measured rates of the processors",
+                where="--cluster",
                 rule="the time model needs coefficients of the machine",
                 fix="--cluster NAME; llmrecipes clusters lists them; bench machine --write FILE measures this one",
-            )  # fmt: skip
+            )
         processors = _processors(profile, profile.rates, -(-plan.layout.world_size // plan.cluster.nodes))
         return processors if profile.calibration is None else _calibrated(processors, profile.calibration)
     known = device(plan.cluster.gpus[0].name)

@@ -168,9 +168,13 @@ def _degrees(recipe: Recipe, ranks: int, near: int) -> Iterator[Recipe]:
 def stage_cuts(recipe: Recipe, stages: int) -> Iterator[dict[str, Any]]:
     """Chunks of the stages, and what is on each: the same number of layers, or fewer where the loss is."""
     layers = recipe.model.num_layers
-    even = {"account_for_embedding_in_pipeline_split": False, "account_for_loss_in_pipeline_split": False,
-            "num_layers_in_first_pipeline_stage": None, "num_layers_in_last_pipeline_stage": None,
-            "pipeline_model_parallel_layout": None}  # fmt: skip
+    even = {
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+        "num_layers_in_first_pipeline_stage": None,
+        "num_layers_in_last_pipeline_stage": None,
+        "pipeline_model_parallel_layout": None,
+    }
     ends = {**even, "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
     if stages == 1:
         yield {**even, "virtual_pipeline_model_parallel_size": None}
@@ -186,8 +190,11 @@ def stage_cuts(recipe: Recipe, stages: int) -> Iterator[dict[str, Any]]:
                 yield {**split, "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None}
     for chunks in WRITTEN_CHUNKS:
         for written in dict.fromkeys(_written(recipe, stages, chunks)):
-            yield {**even, "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
-                   "pipeline_model_parallel_layout": written}  # fmt: skip
+            yield {
+                **even,
+                "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+                "pipeline_model_parallel_layout": written,
+            }
 
 
 def _written(recipe: Recipe, stages: int, chunks: int) -> Iterator[str]:

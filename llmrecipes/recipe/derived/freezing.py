@@ -126,7 +126,10 @@ def _patterns(model: Model, patterns: tuple[str, ...]) -> Iterator[Problem]:
     for name in frozen_names:
         bias = f"{name.removesuffix('weight')}bias"
         if name.endswith(f"{_QKV}weight") and bias in known and bias not in frozen_names:
-            yield Problem(KEY, f"matches {name} but not its bias",
-                          "megatron-core computes the gradient of this bias only together with that of its weight",
-                          f"add {bias}, or do not match {name}")  # fmt: skip
+            yield Problem(
+                KEY,
+                f"matches {name} but not its bias",
+                "megatron-core computes the gradient of this bias only together with that of its weight",
+                f"add {bias}, or do not match {name}",
+            )
             return

@@ -22,9 +22,12 @@ ATTENTION, LATENT, MLP, EXPERTS, CUT, PREDICTION = "*", "+", "-", "E", "|", "/"
 """Symbols of megatron-core's `hybrid_layer_allocation`, with which a test compares them."""
 _STAGES = "pipeline_model_parallel_size"
 _CUTS = (
-    "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", stage_layout.KEY,
-    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-)  # fmt: skip
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    stage_layout.KEY,
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
 """Keys that cut the layers into stages."""
 _DECIDED = ("num_layers", "moe_layer_freq", "multi_latent_attention", "mtp_num_layers", "pipeline stages")
 

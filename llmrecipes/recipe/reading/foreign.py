@@ -75,10 +75,11 @@ def refuse(text: str, path: Path) -> None:
     foreign = recognized(text, path)
     if foreign is not None and foreign.kind != "python":
         raise UserError(
-            f"not a recipe: it looks like a file of {foreign.program}", where=str(path),
+            f"not a recipe: it looks like a file of {foreign.program}",
+            where=str(path),
             rule="other programs' configurations are translated, with an account of what is left out",
             fix=command_line("new", options={"from": path}),
-        )  # fmt: skip
+        )
 
 
 def _toml(text: str) -> Foreign | None:

@@ -33,8 +33,12 @@ def parse_override(text: str, hints: bool = True) -> Override:
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals or not key:
-        raise UserError("not KEY=VALUE", where=where, rule="an override is a dotted key and a value",
-                        fix="for example train.train_iters=50")  # fmt: skip
+        raise UserError(
+            "not KEY=VALUE",
+            where=where,
+            rule="an override is a dotted key and a value",
+            fix="for example train.train_iters=50",
+        )
     if ITEM in key.split("."):
         raise UserError(
             f"{ITEM} must be replaced by an index", where=f"{where}: {key}", fix=key.replace(f".{ITEM}", ".0")
@@ -60,12 +64,20 @@ def apply(data: dict[str, Any], change: Override) -> Problem | None:
         last = depth == len(parts) - 1
         if isinstance(node, list):
             if not part.isdecimal():
-                return Problem(change.key, f"{part!r} in a list", "list items are numbered from 0",
-                               f"{'.'.join([*parts[:depth], '0', *parts[depth + 1 :]])}")  # fmt: skip
+                return Problem(
+                    change.key,
+                    f"{part!r} in a list",
+                    "list items are numbered from 0",
+                    f"{'.'.join([*parts[:depth], '0', *parts[depth + 1 :]])}",
+                )
             index = int(part)
             if index > len(node):
-                return Problem(change.key, f"no item {index}", f"the list has {len(node)} item{'s' * (len(node) != 1)}",
-                               f"an index from 0 to {len(node)}; {len(node)} appends")  # fmt: skip
+                return Problem(
+                    change.key,
+                    f"no item {index}",
+                    f"the list has {len(node)} item{'s' * (len(node) != 1)}",
+                    f"an index from 0 to {len(node)}; {len(node)} appends",
+                )
             if index == len(node):
                 node.append({})
             if last:

@@ -55,9 +55,11 @@ def key(recipe: Recipe) -> str:
     """The key that determines the global batch."""
     if recipe.train.rampup_batch_size is not None:
         return "train.rampup_batch_size"
-    return "train.global_batch_size" if recipe.train.step_batch_size_schedule is None else (
-        "train.step_batch_size_schedule"
-    )  # fmt: skip
+    return (
+        "train.global_batch_size"
+        if recipe.train.step_batch_size_schedule is None
+        else ("train.step_batch_size_schedule")
+    )
 
 
 def not_divisible(recipe: Recipe, at: Stretch, of: int, words: str) -> Problem:
@@ -114,9 +116,11 @@ def _malformed(recipe: Recipe) -> Problem | None:
             )
         if grows // increment > MOST_SIZES:
             return Problem(
-                "train.rampup_batch_size", f"{grows // increment:,} increments", f"at most {MOST_SIZES:,}",
+                "train.rampup_batch_size",
+                f"{grows // increment:,} increments",
+                f"at most {MOST_SIZES:,}",
                 f"an increment of {-(-grows // MOST_SIZES)} or more",
-            )  # fmt: skip
+            )
         return None
     if train.step_batch_size_schedule is None:
         return None

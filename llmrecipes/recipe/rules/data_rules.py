@@ -190,25 +190,33 @@ def curriculum(recipe: Recipe) -> Iterator[Problem]:
         return
     if recipe.data.chat is not None:
         yield Problem(
-            "data.curriculum", "set with data.chat", "conversations cannot be ordered by difficulty",
+            "data.curriculum",
+            "set with data.chat",
+            "conversations cannot be ordered by difficulty",
             "remove curriculum",
-        )  # fmt: skip
+        )
     if section.score == "loss" and section.scores is None:
         yield Problem(
-            "data.curriculum.scores", "not set with score loss", "score loss needs losses computed beforehand",
+            "data.curriculum.scores",
+            "not set with score loss",
+            "score loss needs losses computed beforehand",
             "llmrecipes eval RUN --data train --per-document DIR, and data.curriculum.scores=DIR",
-        )  # fmt: skip
+        )
     if section.score != "loss" and section.scores is not None:
         yield Problem(
-            "data.curriculum.scores", f"set with score {section.score}", "scores is only used with score loss",
+            "data.curriculum.scores",
+            f"set with score {section.score}",
+            "scores is only used with score loss",
             "score loss, or remove scores",
-        )  # fmt: skip
+        )
     steps = int(recipe.train.train_iters * section.share)
     if section.windows > max(steps, 1):
         yield Problem(
-            "data.curriculum.windows", f"{section.windows} for {steps:,} ordered steps",
-            "a window must contain at least one step", f"windows {max(steps, 1)} or less",
-        )  # fmt: skip
+            "data.curriculum.windows",
+            f"{section.windows} for {steps:,} ordered steps",
+            "a window must contain at least one step",
+            f"windows {max(steps, 1)} or less",
+        )
 
 
 def fill_in_the_middle(recipe: Recipe) -> Iterator[Problem]:
@@ -269,8 +277,12 @@ def steps(recipe: Recipe) -> Iterator[Problem]:
         key = f"data.steps.{number}"
         if step.needs_one and all(getattr(step, name) is None for name in step.needs_one):
             names = " or ".join(step.needs_one)
-            yield Problem(f"{key}.{step.needs_one[0]}", "missing", f"{step.type} needs {names}",
-                          f"set {names}, or remove the step")  # fmt: skip
+            yield Problem(
+                f"{key}.{step.needs_one[0]}",
+                "missing",
+                f"{step.type} needs {names}",
+                f"set {names}, or remove the step",
+            )
         languages = step.languages if isinstance(step, LanguageStep) else ()
         for code in sorted(set(languages) - set(LANGUAGES)):
             short = code[:2].lower()

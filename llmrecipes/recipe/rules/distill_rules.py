@@ -16,9 +16,12 @@ from llmrecipes.recipe.sections.distill import Distill
 SHARED = ("seq_length", "vocab_size", "make_vocab_size_divisible_by")
 """Keys of `model` that teacher and student have alike: the same tokens are read, and the same ones predicted."""
 OF_TEACHERS: dict[str, Any] = {
-    "attention_dropout": 0.0, "hidden_dropout": 0.0, "layer_drop": 0.0, "moe_input_jitter_eps": None,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "layer_drop": 0.0,
+    "moe_input_jitter_eps": None,
     "mtp_num_layers": None,
-}  # fmt: skip
+}
 """Keys of `model` that say how a model is trained: a teacher is not."""
 NOT_COMPARED = ("transformer_impl", "mtp_loss_scaling_factor", "init_method", "init_method_std")
 """Keys of `model` on which neither a teacher's weights nor its passes depend."""
@@ -57,8 +60,7 @@ def teacher_model(recipe: Recipe) -> Model:
     values = {**recipe.model.model_dump(), **different, **OF_TEACHERS}
     if values["num_moe_experts"] is None:
         # What the student says of its experts is nothing to a dense teacher.
-        values = {key: value for key, value in values.items()
-                  if not key.startswith("moe_") or key in different}  # fmt: skip
+        values = {key: value for key, value in values.items() if not key.startswith("moe_") or key in different}
     return type(recipe.model).model_validate(values)
 
 
@@ -126,28 +128,34 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
         default = type(distill).model_fields[key].default
         if distill.loss == "mse" and getattr(distill, key) != default:
             yield Problem(
-                f"distill.{key}", f"{getattr(distill, key)} with loss mse", "only loss kl uses probabilities",
+                f"distill.{key}",
+                f"{getattr(distill, key)} with loss mse",
+                "only loss kl uses probabilities",
                 f"remove {key}, or loss kl",
-            )  # fmt: skip
+            )
     if distill.top_k is not None and distill.top_k > recipe.model.vocab_size:
         yield Problem(
-            "distill.top_k", f"{distill.top_k} of {recipe.model.vocab_size} tokens",
+            "distill.top_k",
+            f"{distill.top_k} of {recipe.model.vocab_size} tokens",
             "top_k must be at most model.vocab_size",
             "remove top_k",
-        )  # fmt: skip
+        )
     if distill.logits is not None and distill.top_k is None:
         yield Problem(
-            "distill.top_k", "unset with distill.logits",
+            "distill.top_k",
+            "unset with distill.logits",
             "distill.logits needs top_k: otherwise all logits of every token would be stored",
             "top_k: 32",
-        )  # fmt: skip
+        )
     yield from _combinations(recipe)
     for key in SHARED:
         if key in distill.model:
             yield Problem(
-                f"distill.model.{key}", f"{distill.model[key]!r}",
-                "teacher and student must read and predict the same tokens", f"remove it, or change model.{key}",
-            )  # fmt: skip
+                f"distill.model.{key}",
+                f"{distill.model[key]!r}",
+                "teacher and student must read and predict the same tokens",
+                f"remove it, or change model.{key}",
+            )
     try:
         teacher = teacher_model(recipe)
     except ValidationError as error:
@@ -167,33 +175,41 @@ def _layers(recipe: Recipe, distill: Distill, teacher: Model) -> Iterator[Proble
         return
     if distill.logits is not None:
         yield Problem(
-            "distill.layers", "set with distill.logits", "the precomputed folder has no hidden states of the teacher",
+            "distill.layers",
+            "set with distill.logits",
+            "the precomputed folder has no hidden states of the teacher",
             "remove logits or layers",
-        )  # fmt: skip
+        )
     if recipe.train.torch_compile:
         yield Problem(
-            "train.torch_compile", "true with distill.layers", "the output of compiled layers cannot be read",
+            "train.torch_compile",
+            "true with distill.layers",
+            "the output of compiled layers cannot be read",
             "remove torch_compile",
-        )  # fmt: skip
+        )
     if teacher.hidden_size != recipe.model.hidden_size:
         yield Problem(
-            "distill.layers", f"hidden_size is {recipe.model.hidden_size}, but {teacher.hidden_size} in the teacher",
+            "distill.layers",
+            f"hidden_size is {recipe.model.hidden_size}, but {teacher.hidden_size} in the teacher",
             "hidden states are compared without a projection, so both models need the same hidden_size",
             f"model.hidden_size {teacher.hidden_size}, or remove layers",
-        )  # fmt: skip
+        )
     for place, (name, model) in enumerate({"the student": recipe.model, "the teacher": teacher}.items()):
         if beyond := sorted({pair[place] for pair in distill.layers if pair[place] > model.num_layers}):
             yield Problem(
-                "distill.layers", f"layer {beyond[-1]} of {name}, which has {model.num_layers} layers",
+                "distill.layers",
+                f"layer {beyond[-1]} of {name}, which has {model.num_layers} layers",
                 "a pair is a student layer and a teacher layer, counted from 1",
                 f"at most {model.num_layers}",
-            )  # fmt: skip
+            )
     own = [layer for layer, _ in distill.layers]
     if twice := sorted({layer for layer in own if own.count(layer) > 1}):
         yield Problem(
-            "distill.layers", f"student layer {twice[0]} is in {own.count(twice[0])} pairs",
-            "a student layer can be compared with only one teacher layer", f"only one pair with layer {twice[0]}",
-        )  # fmt: skip
+            "distill.layers",
+            f"student layer {twice[0]} is in {own.count(twice[0])} pairs",
+            "a student layer can be compared with only one teacher layer",
+            f"only one pair with layer {twice[0]}",
+        )
 
 
 def _combinations(recipe: Recipe) -> Iterator[Problem]:
@@ -210,10 +226,13 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
             "remove mtp_num_layers",
         ),
         "speed.tp_comm_overlap": (
-            bool(speed.tp_comm_overlap), "its user buffers fit the width of one model only", "remove tp_comm_overlap",
+            bool(speed.tp_comm_overlap),
+            "its user buffers fit the width of one model only",
+            "remove tp_comm_overlap",
         ),
         "speed.cuda_graph_impl": (
-            speed.cuda_graph_impl is not None, "the teacher's forward pass cannot be captured in CUDA graphs",
+            speed.cuda_graph_impl is not None,
+            "the teacher's forward pass cannot be captured in CUDA graphs",
             "remove cuda_graph_impl",
         ),
         "speed.overlap_moe_expert_parallel_comm": (
@@ -221,7 +240,7 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
             "its schedule has no forward pass of a teacher",
             "remove overlap_moe_expert_parallel_comm",
         ),
-    }  # fmt: skip
+    }
     for key, (wrong, rule, fix) in obstacles.items():
         if wrong:
             yield Problem(key, "set with distill", rule, fix)
@@ -264,11 +283,10 @@ def _apart(recipe: Recipe, teacher: Recipe) -> Iterator[Problem]:
         beside = f"teacher layers {there[0]}-{there[-1]} are" if there else "no teacher layer is"
         yield Problem(
             "distill.layers",
-            f"student layer {layer} is on {_name(recipe, place)}, teacher layer {other} on "
-            f"{_name(recipe, elsewhere)}",
+            f"student layer {layer} is on {_name(recipe, place)}, teacher layer {other} on {_name(recipe, elsewhere)}",
             f"both layers of a pair must be on the same stage: {beside} on {_name(recipe, place)}",
             f"[{layer}, {near}]" if near else f"no pair with layer {layer}",
-        )  # fmt: skip
+        )
 
 
 def _name(recipe: Recipe, place: tuple[int, int]) -> str:

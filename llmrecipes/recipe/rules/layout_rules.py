@@ -197,9 +197,10 @@ def _uneven(recipe: Recipe, ends: dict[str, int | None]) -> Iterator[Problem]:
         words = " and ".join(f"{value} in {name}" for name, value in given.items())
         others = sum(given.values()) - given[first]
         fitting = [
-            value for value in range(chunks, min(layers, 10_000), chunks)
+            value
+            for value in range(chunks, min(layers, 10_000), chunks)
             if (left := layers - others - value) >= middle and (left % (middle * chunks) == 0 if middle else left == 0)
-        ]  # fmt: skip
+        ]
         near = sorted(fitting, key=lambda value: abs(value - given[first]))[:2]
         yield Problem(
             f"parallelism.{first}",
@@ -262,9 +263,11 @@ def elastic(recipe: Recipe) -> Iterator[Problem]:
     micro = recipe.train.micro_batch_size
     if least > most:
         yield Problem(
-            "train.elastic", f"[{least}, {most}]", "the minimum must not exceed the maximum",
+            "train.elastic",
+            f"[{least}, {most}]",
+            "the minimum must not exceed the maximum",
             f"elastic [{most}, {least}]",
-        )  # fmt: skip
+        )
     elif recipe.train.global_batch_size % micro == 0 and not elastic_worlds(recipe):
         # Replicas of the recipe's layout, which those of a stage may be larger than.
         ranks = recipe.train.global_batch_size // micro * model_parallel_size(recipe.parallelism)

@@ -71,33 +71,51 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
     if kind == "adam":
         return
     if engine_name(recipe) != MEGATRON:
-        yield Problem(KEY, f"{kind} with engine {engine_name(recipe)}",
-                      "only the engine megatron has optimizers other than adam",
-                      "optimizer.optimizer adam, or zero.stage 0 without offload")  # fmt: skip
+        yield Problem(
+            KEY,
+            f"{kind} with engine {engine_name(recipe)}",
+            "only the engine megatron has optimizers other than adam",
+            "optimizer.optimizer adam, or zero.stage 0 without offload",
+        )
     elif recipe.parallelism.use_distributed_optimizer:
-        yield Problem("parallelism.use_distributed_optimizer", f"true with optimizer.optimizer {kind}",
-                      "megatron-core's distributed optimizer splits parameters at arbitrary places and supports "
-                      "AdamW only",
-                      "parallelism.use_distributed_optimizer false, or optimizer.optimizer adam")  # fmt: skip
+        yield Problem(
+            "parallelism.use_distributed_optimizer",
+            f"true with optimizer.optimizer {kind}",
+            "megatron-core's distributed optimizer splits parameters at arbitrary places and supports AdamW only",
+            "parallelism.use_distributed_optimizer false, or optimizer.optimizer adam",
+        )
     if recipe.model.use_mup:
-        yield Problem("model.use_mup", f"true with optimizer.optimizer {kind}",
-                      "the scaling rules of the maximal-update parametrisation are for AdamW",
-                      "model.use_mup false, or optimizer.optimizer adam")  # fmt: skip
+        yield Problem(
+            "model.use_mup",
+            f"true with optimizer.optimizer {kind}",
+            "the scaling rules of the maximal-update parametrisation are for AdamW",
+            "model.use_mup false, or optimizer.optimizer adam",
+        )
     if kind not in OF_MATRICES:
         return
     if kind == "muon":
         yield from _iterations(optimizer)
     if kind == "muon" and recipe.train.keep_zeros:
-        yield Problem("train.keep_zeros", "true with optimizer.optimizer muon",
-                      "muon's update of a weight depends on the gradient of the whole matrix",
-                      "train.keep_zeros false, or optimizer.optimizer adam")  # fmt: skip
+        yield Problem(
+            "train.keep_zeros",
+            "true with optimizer.optimizer muon",
+            "muon's update of a weight depends on the gradient of the whole matrix",
+            "train.keep_zeros false, or optimizer.optimizer adam",
+        )
     if recipe.train.precision == "fp16":
-        yield Problem("train.precision", f"fp16 with optimizer.optimizer {kind}",
-                      f"megatron-core supports {kind} in fp32 and bf16 only", "train.precision bf16")  # fmt: skip
+        yield Problem(
+            "train.precision",
+            f"fp16 with optimizer.optimizer {kind}",
+            f"megatron-core supports {kind} in fp32 and bf16 only",
+            "train.precision bf16",
+        )
     if recipe.lora is not None:
-        yield Problem(KEY, f"{kind} with lora",
-                      f"{kind} is for matrices between hidden layers, not for the factors of adapters",
-                      "optimizer.optimizer adam or sgd")  # fmt: skip
+        yield Problem(
+            KEY,
+            f"{kind} with lora",
+            f"{kind} is for matrices between hidden layers, not for the factors of adapters",
+            "optimizer.optimizer adam or sgd",
+        )
 
 
 def _iterations(optimizer: Optimizer) -> Iterator[Problem]:
@@ -107,14 +125,20 @@ def _iterations(optimizer: Optimizer) -> Iterator[Problem]:
     if chosen == "aol":
         # Its first polynomial is negative above 0.884, and megatron-core divides by the Frobenius norm: a matrix whose
         # largest singular value has that share is moved uphill along it.
-        yield Problem("optimizer.muon_coefficient_type", chosen,
-                      "aol needs a normalization that megatron-core does not have; without it, the update of a nearly "
-                      "rank-one matrix has the wrong sign",
-                      "muon_coefficient_type quintic")  # fmt: skip
+        yield Problem(
+            "optimizer.muon_coefficient_type",
+            chosen,
+            "aol needs a normalization that megatron-core does not have; without it, the update of a nearly "
+            "rank-one matrix has the wrong sign",
+            "muon_coefficient_type quintic",
+        )
     elif chosen not in ("simple", "polar_express") and number != length:
-        yield Problem("optimizer.muon_num_ns_steps", f"{number} with muon_coefficient_type {chosen}",
-                      f"{chosen} has the coefficients of {length} iterations, each for the result of the one before",
-                      f"muon_num_ns_steps {length}, or muon_coefficient_type simple or polar_express")  # fmt: skip
+        yield Problem(
+            "optimizer.muon_num_ns_steps",
+            f"{number} with muon_coefficient_type {chosen}",
+            f"{chosen} has the coefficients of {length} iterations, each for the result of the one before",
+            f"muon_num_ns_steps {length}, or muon_coefficient_type simple or polar_express",
+        )
 
 
 def _keys_of_others(optimizer: Optimizer) -> Iterator[Problem]:
@@ -124,7 +148,10 @@ def _keys_of_others(optimizer: Optimizer) -> Iterator[Problem]:
             continue
         default = field.get_default(call_default_factory=True, validated_data=dict(optimizer))
         if (value := getattr(optimizer, name)) != default:
-            yield Problem(f"optimizer.{name}", f"{value} with optimizer.optimizer {optimizer.optimizer}",
-                          f"{name} is only used with optimizer.optimizer {of}",
-                          f"remove {name} (the override optimizer='{{lr: ...}}' replaces the section), or "
-                          f"optimizer.optimizer {of}")  # fmt: skip
+            yield Problem(
+                f"optimizer.{name}",
+                f"{value} with optimizer.optimizer {optimizer.optimizer}",
+                f"{name} is only used with optimizer.optimizer {of}",
+                f"remove {name} (the override optimizer='{{lr: ...}}' replaces the section), or "
+                f"optimizer.optimizer {of}",
+            )

@@ -26,12 +26,19 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
     if qat is None:
         return
     if qat.scheme == "int8" and qat.group_size is not None:
-        yield Problem("qat.group_size", f"{qat.group_size} with int8", "int8 has one scale per row",
-                      "remove group_size, or scheme int4")  # fmt: skip
+        yield Problem(
+            "qat.group_size",
+            f"{qat.group_size} with int8",
+            "int8 has one scale per row",
+            "remove group_size, or scheme int4",
+        )
     if qat.start_step >= recipe.train.train_iters:
-        yield Problem("qat.start_step", f"{qat.start_step} of {recipe.train.train_iters} steps",
-                      "start_step must be less than train.train_iters, or no step rounds",
-                      "a smaller start_step")  # fmt: skip
+        yield Problem(
+            "qat.start_step",
+            f"{qat.start_step} of {recipe.train.train_iters} steps",
+            "start_step must be less than train.train_iters, or no step rounds",
+            "a smaller start_step",
+        )
     for key, (wrong, rule, fix) in _obstacles(recipe).items():
         if wrong:
             yield Problem(key, "set with qat", rule, fix)
@@ -41,22 +48,26 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
 def _obstacles(recipe: Recipe) -> dict[str, tuple[bool, str, str]]:
     return {
         "engine": (
-            engine_name(recipe) != MEGATRON, "quantisation-aware training needs the engine megatron",
+            engine_name(recipe) != MEGATRON,
+            "quantisation-aware training needs the engine megatron",
             "engine megatron without zero.stage 2, 3 and offload",
         ),
         "lora": (
-            recipe.lora is not None, "matrices with adapters are frozen and cannot adapt to rounding",
+            recipe.lora is not None,
+            "matrices with adapters are frozen and cannot adapt to rounding",
             "remove lora or qat",
         ),
         "train.torch_compile": (
-            recipe.train.torch_compile, "weights are rounded once per step, which compiled layers would miss",
+            recipe.train.torch_compile,
+            "weights are rounded once per step, which compiled layers would miss",
             "remove torch_compile",
         ),
         "model.transformer_impl": (
-            recipe.model.transformer_impl == "transformer_engine", f"{needs_local_layers(recipe)}",
+            recipe.model.transformer_impl == "transformer_engine",
+            f"{needs_local_layers(recipe)}",
             "model.transformer_impl auto or local",
         ),
-    }  # fmt: skip
+    }
 
 
 def _groups(recipe: Recipe, group: int | None) -> Iterator[Problem]:
@@ -68,10 +79,11 @@ def _groups(recipe: Recipe, group: int | None) -> Iterator[Problem]:
             near = next((size for size in GROUPS if matrix.width % (size * ranks) == 0), None)
             shared = f", on {ranks} ranks" if ranks > 1 else ""
             yield Problem(
-                "qat.group_size", f"{group}, but {matrix.name} has rows of {matrix.width} weights{shared}",
+                "qat.group_size",
+                f"{group}, but {matrix.name} has rows of {matrix.width} weights{shared}",
                 "group_size must divide a row, or a tensor-parallel rank's shard of it",
                 f"group_size {near}" if near else "scheme int8",
-            )  # fmt: skip
+            )
             return
 
 
@@ -92,8 +104,6 @@ def rehearsed(qat: Qat | None, model: Model, parallel: Parallelism) -> Qat | Non
     group = qat.group_size
     if qat.group is not None:
         shared = list(_shared(model, parallel))
-        fitting = (
-            size for size in (qat.group, *GROUPS) if all(m.width % (size * ranks) == 0 for m, ranks in shared)
-        )  # fmt: skip
+        fitting = (size for size in (qat.group, *GROUPS) if all(m.width % (size * ranks) == 0 for m, ranks in shared))
         group = next(fitting, group)
     return qat.model_copy(update={"group_size": group, "start_step": 0})

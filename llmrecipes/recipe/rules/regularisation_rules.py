@@ -17,20 +17,25 @@ def adversarial(recipe: Recipe) -> Iterator[Problem]:
         value = getattr(section, key)
         if section.type == "fgm" and value is not None:
             yield Problem(
-                f"train.adversarial.{key}", f"{value} with type fgm", "fgm makes a single step of length epsilon",
+                f"train.adversarial.{key}",
+                f"{value} with type fgm",
+                "fgm makes a single step of length epsilon",
                 f"remove {key}, or type pgd",
-            )  # fmt: skip
+            )
         if section.type != "fgm" and value is None:
             yield Problem(
-                f"train.adversarial.{key}", f"unset with type {section.type}",
-                f"{section.type} makes `steps` steps of length alpha", f"{key} {3 if key == 'steps' else 0.1}",
-            )  # fmt: skip
+                f"train.adversarial.{key}",
+                f"unset with type {section.type}",
+                f"{section.type} makes `steps` steps of length alpha",
+                f"{key} {3 if key == 'steps' else 0.1}",
+            )
     if section.type == "freelb" and section.steps == 1:
         yield Problem(
-            "train.adversarial.steps", "1 with type freelb",
+            "train.adversarial.steps",
+            "1 with type freelb",
             "freelb does not train on its last step, so it needs at least 2",
             "steps 2, or type pgd",
-        )  # fmt: skip
+        )
     for key, (wrong, rule, fix) in _obstacles(recipe).items():
         if wrong:
             yield Problem(key, "set with train.adversarial", rule, fix)
@@ -47,22 +52,26 @@ def _obstacles(recipe: Recipe) -> dict[str, tuple[bool, str, str]]:
             "remove num_moe_experts",
         ),
         "model.mtp_num_layers": (
-            model.mtp_num_layers is not None, "multi-token prediction embeds the tokens again",
+            model.mtp_num_layers is not None,
+            "multi-token prediction embeds the tokens again",
             "remove mtp_num_layers",
         ),
         "speed.cuda_graph_impl": (
-            speed.cuda_graph_impl is not None, "captured layers compute every micro-batch only once",
+            speed.cuda_graph_impl is not None,
+            "captured layers compute every micro-batch only once",
             "remove cuda_graph_impl",
         ),
         "speed.align_param_gather": (
-            bool(speed.align_param_gather), "parameters are only gathered in the first pass of a step",
+            bool(speed.align_param_gather),
+            "parameters are only gathered in the first pass of a step",
             "remove align_param_gather",
         ),
         "tracking.layers_interval": (
-            recipe.tracking.layers_interval is not None, "layers can only be measured with a single pass per step",
+            recipe.tracking.layers_interval is not None,
+            "layers can only be measured with a single pass per step",
             "remove layers_interval",
         ),
-    }  # fmt: skip
+    }
 
 
 def layer_drop(recipe: Recipe) -> Iterator[Problem]:
@@ -83,15 +92,21 @@ def layer_drop(recipe: Recipe) -> Iterator[Problem]:
             "overlap_grad_reduce false",
         ),
         "train.torch_compile": (
-            recipe.train.torch_compile, "compiled layers cannot be skipped", "remove torch_compile",
+            recipe.train.torch_compile,
+            "compiled layers cannot be skipped",
+            "remove torch_compile",
         ),
         "speed.cuda_graph_impl": (
-            speed.cuda_graph_impl is not None, "captured layers cannot be skipped", "remove cuda_graph_impl",
+            speed.cuda_graph_impl is not None,
+            "captured layers cannot be skipped",
+            "remove cuda_graph_impl",
         ),
         "speed.fp8": (
-            speed.fp8 is not None, "ranks share scales, so all of them must compute every layer", "remove fp8",
+            speed.fp8 is not None,
+            "ranks share scales, so all of them must compute every layer",
+            "remove fp8",
         ),
-    }  # fmt: skip
+    }
     for key, (wrong, rule, fix) in obstacles.items():
         if wrong:
             yield Problem(key, "set with model.layer_drop", rule, fix)

@@ -40,15 +40,18 @@ def check(recipe: Recipe) -> Iterator[Problem]:
     yield from _storage(search)
     if search.grace_period is not None and search.grace_period <= search.heartbeat_interval:
         yield Problem(
-            "search.grace_period", f"{search.grace_period} s, but heartbeat_interval is {search.heartbeat_interval} s",
+            "search.grace_period",
+            f"{search.grace_period} s, but heartbeat_interval is {search.heartbeat_interval} s",
             "grace_period must exceed heartbeat_interval, or healthy trials are requeued",
             f"search.grace_period: {2 * search.heartbeat_interval}",
-        )  # fmt: skip
+        )
     if search.sampler.type != "GridSampler" and all(getattr(search, name) is None for name in _LIMITS):
         yield Problem(
-            "search.n_trials", "the study has no limit", f"a search needs at least one of {', '.join(_LIMITS)}",
+            "search.n_trials",
+            "the study has no limit",
+            f"a search needs at least one of {', '.join(_LIMITS)}",
             "search.n_trials: 20",
-        )  # fmt: skip
+        )
 
 
 def _dimension(recipe: Recipe, search: Search, number: int, dimension: Dimension) -> Iterator[Problem]:
@@ -61,15 +64,20 @@ def _dimension(recipe: Recipe, search: Search, number: int, dimension: Dimension
         yield Problem(f"{where}.key", f"{key!r} {what}", "only recipe keys can be searched", str(hint(key)))
         return
     if not _has_place(recipe.model_dump(mode="json"), key):
-        yield Problem(f"{where}.key", f"{key} is in an item that the recipe does not have",
-                      "only existing list items can be searched", "the index of an existing item, from 0")  # fmt: skip
+        yield Problem(
+            f"{where}.key",
+            f"{key} is in an item that the recipe does not have",
+            "only existing list items can be searched",
+            "the index of an existing item, from 0",
+        )
         return
     if key in FIXED or key.partition(".")[0] in FIXED_SECTIONS:
         yield Problem(
-            f"{where}.key", f"{key} cannot be searched",
+            f"{where}.key",
+            f"{key} cannot be searched",
             "it must be the same in all trials, so that they are comparable",
             "search.trial_tokens sets the length of a trial" if key == "train.train_iters" else "",
-        )  # fmt: skip
+        )
     if key in earlier:
         yield Problem(f"{where}.key", f"{key} appears twice", "a key may have only one range", "remove one")
     for condition, allowed in dimension.when.items():
@@ -77,9 +85,11 @@ def _dimension(recipe: Recipe, search: Search, number: int, dimension: Dimension
             yield Problem(f"{where}.when", f"{condition!r} is not a recipe key", fix=str(hint(condition)))
         elif condition in [dimension.key for dimension in search.space[number:]]:
             yield Problem(
-                f"{where}.when", f"{condition} comes after {key}",
-                "a condition must be on a key that is searched earlier", f"move {condition} up",
-            )  # fmt: skip
+                f"{where}.when",
+                f"{condition} comes after {key}",
+                "a condition must be on a key that is searched earlier",
+                f"move {condition} up",
+            )
         else:
             for value in allowed:
                 if reason := _misfit(recipe, condition, value):
@@ -162,8 +172,12 @@ def _range(where: str, dimension: Dimension) -> Iterator[Problem]:
         yield Problem(f"{where}.step", f"{step:g} for {key}", f"{key} is an integer", f"step: {max(1, round(step))}")
     elif not math.isclose(round((high - low) / step) * step, high - low):
         last = low + math.floor((high - low) / step) * step
-        yield Problem(f"{where}.high", f"{high:g} is not low + a multiple of step {step:g}",
-                      "high must be the last value", f"high: {last:g}")  # fmt: skip
+        yield Problem(
+            f"{where}.high",
+            f"{high:g} is not low + a multiple of step {step:g}",
+            "high must be the last value",
+            f"high: {last:g}",
+        )
 
 
 def is_number(key: str) -> bool:
@@ -208,17 +222,27 @@ def _sampler(search: Search) -> Iterator[Problem]:
         cannot += [(dimension.key, "a condition") for dimension in search.space if dimension.when]
     for key, what in cannot:
         yield Problem(
-            "search.sampler.type", f"{kind}, but {key} has {what}", f"{kind} cannot sample {what}",
+            "search.sampler.type",
+            f"{kind}, but {key} has {what}",
+            f"{kind} cannot sample {what}",
             "TPESampler" if what != "a range without step" else f"a step for {key}, or TPESampler",
-        )  # fmt: skip
+        )
     if kind == "GridSampler" and not cannot and (points := math.prod(map(_size, search.space))) > MOST_POINTS:
-        yield Problem("search.sampler.type", f"a grid of {points:,} points", f"at most {MOST_POINTS:,}",
-                      "fewer values, or TPESampler")  # fmt: skip
+        yield Problem(
+            "search.sampler.type",
+            f"a grid of {points:,} points",
+            f"at most {MOST_POINTS:,}",
+            "fewer values, or TPESampler",
+        )
     if kind == "CmaEsSampler" and len(search.space) < 2:
         yield Problem("search.sampler.type", f"{kind} for one key", f"{kind} needs at least two", "TPESampler")
     if kind == "CmaEsSampler" and len(search.objectives) > 1:
-        yield Problem("search.sampler.type", f"{kind} with {len(search.objectives)} objectives",
-                      f"{kind} supports one objective only", "TPESampler")  # fmt: skip
+        yield Problem(
+            "search.sampler.type",
+            f"{kind} with {len(search.objectives)} objectives",
+            f"{kind} supports one objective only",
+            "TPESampler",
+        )
 
 
 def _pruner(recipe: Recipe, search: Search) -> Iterator[Problem]:
@@ -226,13 +250,21 @@ def _pruner(recipe: Recipe, search: Search) -> Iterator[Problem]:
     if pruner is None:
         return
     if len(search.objectives) > 1 and pruner.type != "NopPruner":
-        yield Problem("search.pruner.type", f"{pruner.type} with {len(search.objectives)} objectives",
-                      "Optuna can only prune trials with a single objective", "NopPruner")  # fmt: skip
+        yield Problem(
+            "search.pruner.type",
+            f"{pruner.type} with {len(search.objectives)} objectives",
+            "Optuna can only prune trials with a single objective",
+            "NopPruner",
+        )
     if isinstance(pruner, Patient):
         if pruner.wrapped_pruner is None:
             for key in pruner.wrapped.keys() - {"type"}:
-                yield Problem(f"search.pruner.{key}", "set without wrapped_pruner", "it is a key of a wrapped pruner",
-                              f"set wrapped_pruner, or remove {key}")  # fmt: skip
+                yield Problem(
+                    f"search.pruner.{key}",
+                    "set without wrapped_pruner",
+                    "it is a key of a wrapped pruner",
+                    f"set wrapped_pruner, or remove {key}",
+                )
             return
         data = recipe.model_dump(mode="json")
         data["search"]["pruner"] = pruner.wrapped
@@ -248,37 +280,54 @@ def _pruner(recipe: Recipe, search: Search) -> Iterator[Problem]:
         needed = next((count for count in range(fewest, fewest + 64) if 0.5**count < threshold), None)
         if needed is None or evaluations <= needed:
             yield Problem(
-                "search.pruner.type", f"WilcoxonPruner at p < {threshold:g}, with {evaluations} evaluations in a trial",
+                "search.pruner.type",
+                f"WilcoxonPruner at p < {threshold:g}, with {evaluations} evaluations in a trial",
                 f"the p-value of n losses is at least 2^-n, so that no trial is pruned before evaluation {needed}"
-                if needed else "a p-value is greater than 0",
+                if needed
+                else "a p-value is greater than 0",
                 f"train.eval_interval: {max(1, recipe.train.train_iters // (needed + 1))}, or MedianPruner"
-                if needed else "search.pruner.p_threshold: 0.1",
-            )  # fmt: skip
+                if needed
+                else "search.pruner.p_threshold: 0.1",
+            )
 
 
 def _objectives(recipe: Recipe, search: Search) -> Iterator[Problem]:
     names = search.objectives
     if search.seeds_per_point > 1 and any(dimension.key == "train.seed" for dimension in search.space):
-        yield Problem("search.seeds_per_point", f"{search.seeds_per_point}, but train.seed is searched",
-                      "all points must be trained with the same seeds",
-                      "remove train.seed from search.space")  # fmt: skip
+        yield Problem(
+            "search.seeds_per_point",
+            f"{search.seeds_per_point}, but train.seed is searched",
+            "all points must be trained with the same seeds",
+            "remove train.seed from search.space",
+        )
     if len(set(names)) < len(names):
         yield Problem("search.objectives", f"{', '.join(names)}", "objectives must be different", "remove one")
     if recipe.data.split[1] == 0:
-        yield Problem("data.split", "no validation split", "trials are compared by their validation loss",
-                      "data.split: [98, 1, 1]")  # fmt: skip
+        yield Problem(
+            "data.split",
+            "no validation split",
+            "trials are compared by their validation loss",
+            "data.split: [98, 1, 1]",
+        )
     tokens = [
         dimension.key
         for dimension in search.space
         if dimension.key == "model.vocab_size" or ".tokenizer." in dimension.key
     ]
     if tokens and "valid_loss" in names:
-        yield Problem("search.objectives", f"valid_loss, but {tokens[0]} is searched",
-                      "losses with different tokenizers are not comparable", "valid_bits_per_byte")  # fmt: skip
+        yield Problem(
+            "search.objectives",
+            f"valid_loss, but {tokens[0]} is searched",
+            "losses with different tokenizers are not comparable",
+            "valid_bits_per_byte",
+        )
     if search.patience is not None and len(names) > 1:
-        yield Problem("search.patience", f"set with {len(names)} objectives",
-                      "with several objectives there is no single best value",
-                      "remove it")  # fmt: skip
+        yield Problem(
+            "search.patience",
+            f"set with {len(names)} objectives",
+            "with several objectives there is no single best value",
+            "remove it",
+        )
 
 
 def _points(search: Search) -> Iterator[Problem]:
@@ -287,8 +336,12 @@ def _points(search: Search) -> Iterator[Problem]:
         for key, value in point.items():
             where = f"search.enqueue_trials.{number}"
             if key not in dimensions:
-                yield Problem(where, f"{key} is not searched", "a point may only set searched keys",
-                              f"one of {', '.join(dimensions)}")  # fmt: skip
+                yield Problem(
+                    where,
+                    f"{key} is not searched",
+                    "a point may only set searched keys",
+                    f"one of {', '.join(dimensions)}",
+                )
             elif not contains(dimensions[key], value):
                 yield Problem(where, f"{value!r} is not in the range of {key}", "points must be inside the space")
 
@@ -316,13 +369,15 @@ def _storage(search: Search) -> Iterator[Problem]:
             continue
         parts = urlsplit(storage)
         if parts.scheme.partition("+")[0] not in STORAGES:
-            yield Problem(where, f"scheme {parts.scheme!r}",
-                          "storage must be sqlite:///FILE, postgresql://... or a path",
-                          "the path of a journal file")  # fmt: skip
+            yield Problem(
+                where,
+                f"scheme {parts.scheme!r}",
+                "storage must be sqlite:///FILE, postgresql://... or a path",
+                "the path of a journal file",
+            )
         elif parts.scheme.startswith("sqlite") and parts.path in ("", "/", "/:memory:"):
             yield Problem(
                 where, f"{redact(storage)} is in memory", "a study must outlive its process", "sqlite:///study.db"
             )
         elif has_secret(storage):
-            yield Problem(where, "has a password", "recipes are stored with every run",
-                          "PGPASSWORD or ~/.pgpass")  # fmt: skip
+            yield Problem(where, "has a password", "recipes are stored with every run", "PGPASSWORD or ~/.pgpass")

@@ -63,41 +63,63 @@ def _structure(recipe: Recipe) -> Iterator[Problem]:
     for number, stage in enumerate(recipe.stages):
         where = f"stages.{number}"
         if names.index(stage.name) != number:
-            yield Problem(f"{where}.name", f"{stage.name!r} is the name of an earlier stage",
-                          "stage names must be unique",
-                          "a different name")  # fmt: skip
+            yield Problem(
+                f"{where}.name",
+                f"{stage.name!r} is the name of an earlier stage",
+                "stage names must be unique",
+                "a different name",
+            )
         last = number == len(names) - 1
         ends = (stage.train_iters is not None) + (stage.tokens is not None)
         if ends > 1 or (not ends and not last):
-            yield Problem(where, f"stage {stage.name} has {'two ends' if ends else 'no end'}",
-                          "a stage needs either train_iters or tokens",
-                          "set one of train_iters and tokens")  # fmt: skip
+            yield Problem(
+                where,
+                f"stage {stage.name} has {'two ends' if ends else 'no end'}",
+                "a stage needs either train_iters or tokens",
+                "set one of train_iters and tokens",
+            )
         for section, allowed in CHANGES.items():
             for key in getattr(stage, section):
                 if key not in allowed:
-                    yield Problem(f"{where}.{section}.{key}", f"set in stage {stage.name}",
-                                  f"a stage may only change these keys of {section}: "
-                                  + ", ".join(allowed), "remove it, or set it for the run")  # fmt: skip
+                    yield Problem(
+                        f"{where}.{section}.{key}",
+                        f"set in stage {stage.name}",
+                        f"a stage may only change these keys of {section}: " + ", ".join(allowed),
+                        "remove it, or set it for the run",
+                    )
         weights = stage.data.weights
         if weights is not None and (len(weights) != len(recipe.data.sources) or not any(weights)):
-            yield Problem(f"{where}.data.weights", f"{list(weights)} in stage {stage.name}",
-                          f"one weight per source ({len(recipe.data.sources)}), not all of them 0",
-                          f"{[1.0] * len(recipe.data.sources)}")  # fmt: skip
+            yield Problem(
+                f"{where}.data.weights",
+                f"{list(weights)} in stage {stage.name}",
+                f"one weight per source ({len(recipe.data.sources)}), not all of them 0",
+                f"{[1.0] * len(recipe.data.sources)}",
+            )
     if recipe.data.chat is not None:
         yield Problem(
             "stages", "set with data.chat", "stages do not support conversations", "remove stages or data.chat"
         )
     if recipe.faults.loss_spike_action == "rewind":
-        yield Problem("faults.loss_spike_action", "rewind with stages", "runs with stages cannot be rewound",
-                      "loss_spike_action: skip")  # fmt: skip
+        yield Problem(
+            "faults.loss_spike_action",
+            "rewind with stages",
+            "runs with stages cannot be rewound",
+            "loss_spike_action: skip",
+        )
     if recipe.checkpoint.non_persistent_save_interval is not None:
-        yield Problem("checkpoint.non_persistent_save_interval", "set with stages",
-                      "a stage starts from a checkpoint that all ranks can read", "remove it")  # fmt: skip
+        yield Problem(
+            "checkpoint.non_persistent_save_interval",
+            "set with stages",
+            "a stage starts from a checkpoint that all ranks can read",
+            "remove it",
+        )
     if recipe.distill is not None and recipe.distill.logits is not None:
-        yield Problem("distill.logits", "set with stages",
-                      "precomputed logits are for one order of samples, but a stage "
-                      "may start a new one",
-                      "remove distill.logits, to compute the teacher in every stage")  # fmt: skip
+        yield Problem(
+            "distill.logits",
+            "set with stages",
+            "precomputed logits are for one order of samples, but a stage may start a new one",
+            "remove distill.logits, to compute the teacher in every stage",
+        )
     if recipe.search is not None:
         yield Problem("search", "set with stages", "trials do not support stages", "remove search")
 

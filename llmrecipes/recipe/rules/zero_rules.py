@@ -271,9 +271,11 @@ def stages(recipe: Recipe) -> Iterator[Problem]:
 
 
 _STAGES = {
-    "allgather_bucket_size": "1 and 2", "reduce_bucket_size": "1 to 3", "overlap_comm": "1 to 3",
+    "allgather_bucket_size": "1 and 2",
+    "reduce_bucket_size": "1 to 3",
+    "overlap_comm": "1 to 3",
     **dict.fromkeys((*STAGE_3, "offload_param"), "3"),
-}  # fmt: skip
+}
 """Stages at which a key has an effect; the others have one at each."""
 _EACH = {"0 to 3": "0123", "1 to 3": "123", "1 and 2": "12", "3": "3"}
 
@@ -284,8 +286,10 @@ def zeropp(recipe: Recipe) -> Iterator[Problem]:
     tensor = recipe.parallelism.tensor_model_parallel_size
     if zero is None or engine_name(recipe) != DEEPSPEED:
         return
-    over_all_ranks = {"zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
-                      "zero_quantized_gradients": zero.zero_quantized_gradients}  # fmt: skip
+    over_all_ranks = {
+        "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
+        "zero_quantized_gradients": zero.zero_quantized_gradients,
+    }
     for key, enabled in over_all_ranks.items():
         if enabled and tensor > 1:
             yield Problem(

@@ -157,9 +157,13 @@ def _refused(small: Recipe, growth: Growth) -> Iterator[UserError]:
     model = small.model
     s = shape(small.model)
     now = {
-        "layers": s.num_layers, "hidden_size": s.hidden_size, "ffn_hidden_size": s.ffn_hidden_size,
-        "moe_ffn_hidden_size": s.moe_ffn_hidden_size, "heads": s.num_attention_heads, "experts": s.num_moe_experts,
-    }  # fmt: skip
+        "layers": s.num_layers,
+        "hidden_size": s.hidden_size,
+        "ffn_hidden_size": s.ffn_hidden_size,
+        "moe_ffn_hidden_size": s.moe_ffn_hidden_size,
+        "heads": s.num_attention_heads,
+        "experts": s.num_moe_experts,
+    }
     asked = {field_.name: getattr(growth, field_.name) for field_ in fields(growth) if field_.name != "by"}
     asked = {name: size for name, size in asked.items() if size is not None}
     if growth.by is not None and growth.by not in METHODS:
@@ -170,22 +174,36 @@ def _refused(small: Recipe, growth: Growth) -> Iterator[UserError]:
         )
     if not asked or all(size == now[name] for name, size in asked.items()):
         option = OPTIONS[next(iter(asked), "layers")]
-        yield UserError("nothing grows", where=option, rule="at least one size must be larger than that of the run",
-                        fix=f"--layers {2 * s.num_layers}, for example")  # fmt: skip
+        yield UserError(
+            "nothing grows",
+            where=option,
+            rule="at least one size must be larger than that of the run",
+            fix=f"--layers {2 * s.num_layers}, for example",
+        )
     if not model.num_moe_experts:
         for name in ("experts", "moe_ffn_hidden_size"):
             if name in asked:
-                yield UserError("set for a dense model", where=OPTIONS[name],
-                                rule="only models with experts have this size",
-                                fix="llmrecipes upcycle RUN turns a dense model into a mixture of experts")  # fmt: skip
+                yield UserError(
+                    "set for a dense model",
+                    where=OPTIONS[name],
+                    rule="only models with experts have this size",
+                    fix="llmrecipes upcycle RUN turns a dense model into a mixture of experts",
+                )
     if "ffn_hidden_size" in asked and s.moe_layers(0, s.num_layers) == s.num_layers:
-        yield UserError("set for a model without dense layers", where="--ffn-hidden-size",
-                        rule="--ffn-hidden-size is the width of dense MLPs", fix="--moe-ffn-hidden-size N")  # fmt: skip
+        yield UserError(
+            "set for a model without dense layers",
+            where="--ffn-hidden-size",
+            rule="--ffn-hidden-size is the width of dense MLPs",
+            fix="--moe-ffn-hidden-size N",
+        )
     for name, size in asked.items():
         if size < now[name]:
-            yield UserError(f"{size} is less than the run's {now[name]}", where=OPTIONS[name],
-                            rule="sizes can only grow",
-                            fix=f"{OPTIONS[name]} {2 * now[name]}")  # fmt: skip
+            yield UserError(
+                f"{size} is less than the run's {now[name]}",
+                where=OPTIONS[name],
+                rule="sizes can only grow",
+                fix=f"{OPTIONS[name]} {2 * now[name]}",
+            )
     yield from _not_multiples(asked, now, growth)
     yield from _impossible(small, asked)
 
@@ -200,36 +218,60 @@ def _not_multiples(asked: dict[str, int], now: dict[str, int], growth: Growth) -
         rules["layers"] = "stacking repeats all layers"
     for name, rule in rules.items():
         if name in asked and now[name] and asked[name] % now[name]:
-            yield UserError(f"{asked[name]} is not a multiple of {now[name]}", where=OPTIONS[name], rule=rule,
-                            fix=f"{OPTIONS[name]} {multiples(asked[name], now[name])}")  # fmt: skip
+            yield UserError(
+                f"{asked[name]} is not a multiple of {now[name]}",
+                where=OPTIONS[name],
+                rule=rule,
+                fix=f"{OPTIONS[name]} {multiples(asked[name], now[name])}",
+            )
 
 
 def _impossible(small: Recipe, asked: dict[str, int]) -> Iterator[UserError]:
     model = small.model
     if small.lora is not None:
-        yield UserError("the run has adapters only", where="lora", rule="only a full model can be grown",
-                        fix="llmrecipes export RUN --to hf --merge-adapter, and import the result")  # fmt: skip
+        yield UserError(
+            "the run has adapters only",
+            where="lora",
+            rule="only a full model can be grown",
+            fix="llmrecipes export RUN --to hf --merge-adapter, and import the result",
+        )
     if model.mtp_num_layers:
-        yield UserError(f"{model.mtp_num_layers}", where="model.mtp_num_layers",
-                        rule="multi-token prediction layers cannot be grown")  # fmt: skip
+        yield UserError(
+            f"{model.mtp_num_layers}",
+            where="model.mtp_num_layers",
+            rule="multi-token prediction layers cannot be grown",
+        )
     if model.use_mup and "hidden_size" in asked:
-        yield UserError("true with --hidden-size", where="model.use_mup",
-                        rule="the maximal-update parametrisation scales activations by the width",
-                        fix="remove --hidden-size")  # fmt: skip
+        yield UserError(
+            "true with --hidden-size",
+            where="model.use_mup",
+            rule="the maximal-update parametrisation scales activations by the width",
+            fix="remove --hidden-size",
+        )
     if "experts" not in asked:
         return
     fix = "remove --experts"
     if model.moe_router_num_groups:
-        yield UserError(f"{model.moe_router_num_groups} with --experts", where="model.moe_router_num_groups",
-                        rule="group scores would count the copies of an expert", fix=fix)  # fmt: skip
+        yield UserError(
+            f"{model.moe_router_num_groups} with --experts",
+            where="model.moe_router_num_groups",
+            rule="group scores would count the copies of an expert",
+            fix=fix,
+        )
     if model.moe_expert_capacity_factor is not None:
-        yield UserError(f"{model.moe_expert_capacity_factor:g} with --experts",
-                        where="model.moe_expert_capacity_factor",
-                        rule="a full expert drops tokens, which then lose part of their output", fix=fix)  # fmt: skip
+        yield UserError(
+            f"{model.moe_expert_capacity_factor:g} with --experts",
+            where="model.moe_expert_capacity_factor",
+            rule="a full expert drops tokens, which then lose part of their output",
+            fix=fix,
+        )
     if model.moe_router_score_function == "sigmoid" and model.moe_router_topk == 1:
-        yield UserError("1 with sigmoid scores and --experts", where="model.moe_router_topk",
-                        rule="the score of a single expert is not normalised, but those of its copies would be",
-                        fix=fix)  # fmt: skip
+        yield UserError(
+            "1 with sigmoid scores and --experts",
+            where="model.moe_router_topk",
+            rule="the score of a single expert is not normalised, but those of its copies would be",
+            fix=fix,
+        )
 
 
 def _unchanged(small: Recipe, grown: Recipe, keys: dict[str, Any]) -> Iterator[Problem]:
@@ -241,8 +283,12 @@ def _unchanged(small: Recipe, grown: Recipe, keys: dict[str, Any]) -> Iterator[P
         before = keys.get(f"model.{name}", getattr(small.model, name))
         after = getattr(grown.model, name)
         if before != after and name not in free:
-            yield Problem(f"model.{name}", f"{after}, but {before} in the grown model",
-                          "only the sizes given as options may change", "remove it")  # fmt: skip
+            yield Problem(
+                f"model.{name}",
+                f"{after}, but {before} in the grown model",
+                "only the sizes given as options may change",
+                "remove it",
+            )
     if grown.name == small.name:
         yield Problem(
             "name", f"{grown.name!r} is the run's name", "the new model needs a different name", "remove name"

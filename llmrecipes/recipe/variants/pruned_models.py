@@ -38,9 +38,15 @@ AXES = ("ffn", "heads", "hidden")
 PATTERNS = {"2:4": (2, 4)}
 """Of zeros among neighbours in a row, as the sparse tensor cores of GPUs multiply them."""
 SIZES = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "num_moe_experts",
-    "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
-)  # fmt: skip
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+)
 """Keys of `model` that pruning makes smaller."""
 _FREE = (TRAINING_ONLY - {"make_vocab_size_divisible_by"}) | {*SIZES, "kv_channels", "moe_layer_freq"}
 
@@ -80,9 +86,11 @@ class PruneOptions:
             for option, value in (("--method", self.method), ("--ratio", self.ratio), ("--pattern", self.pattern)):
                 if value is not None:
                     raise UserError(
-                        f"{value} with --into {self.into}", where=option, rule="with --into, the recipe sets the sizes",
+                        f"{value} with --into {self.into}",
+                        where=option,
+                        rule="with --into, the recipe sets the sizes",
                         fix=f"remove {option}, or --into",
-                    )  # fmt: skip
+                    )
             return
         if self.method not in METHODS:
             what = "not set" if self.method is None else repr(self.method)
@@ -91,15 +99,18 @@ class PruneOptions:
             raise UserError(f"{unknown}", where="--axes", rule=f"a comma-separated list of {', '.join(AXES)}")
         if self.pattern is not None and (self.pattern not in PATTERNS or not self.unstructured):
             raise UserError(
-                f"{self.pattern!r} with --method {self.method}", where="--pattern",
-                rule=f"{', '.join(PATTERNS)} with --method {' or '.join(UNSTRUCTURED)}", fix="--ratio 0.5",
-            )  # fmt: skip
+                f"{self.pattern!r} with --method {self.method}",
+                where="--pattern",
+                rule=f"{', '.join(PATTERNS)} with --method {' or '.join(UNSTRUCTURED)}",
+                fix="--ratio 0.5",
+            )
         if self.pattern is not None and self.ratio is not None:
             raise UserError(
-                f"{self.ratio:g} with --pattern {self.pattern}", where="--ratio",
+                f"{self.ratio:g} with --pattern {self.pattern}",
+                where="--ratio",
                 rule="the pattern determines the ratio",
                 fix="remove --ratio",
-            )  # fmt: skip
+            )
         if self.pattern is None and (self.ratio is None or not 0 < self.ratio < 1):
             what = "not set" if self.ratio is None else f"{self.ratio:g}"
             raise UserError(what, where="--ratio", rule="the fraction to remove, between 0 and 1", fix="--ratio 0.3")
@@ -121,14 +132,18 @@ def load_pruned(path: Path, overrides: Sequence[str], options: PruneOptions) -> 
     before = load(str(path)).recipe
     if before.lora is not None:
         raise UserError(
-            "the run has adapters only", where="lora", rule="only a full model can be pruned",
+            "the run has adapters only",
+            where="lora",
+            rule="only a full model can be pruned",
             fix="llmrecipes export RUN --to hf --merge-adapter, and llmrecipes import of the result",
-        )  # fmt: skip
+        )
     if before.model.mtp_num_layers is not None:
         raise UserError(
-            f"{before.model.mtp_num_layers}", where="model.mtp_num_layers",
-            rule="multi-token prediction layers cannot be pruned", fix="train the model without them",
-        )  # fmt: skip
+            f"{before.model.mtp_num_layers}",
+            where="model.mtp_num_layers",
+            rule="multi-token prediction layers cannot be pruned",
+            fix="train the model without them",
+        )
     if options.into is not None:
         loaded = load(options.into, overrides)
     else:
@@ -186,14 +201,18 @@ def _left(what: str, number: int, share: float, multiple: int = 1) -> int:
     left = round(number * share / multiple) * multiple
     if left < 1:
         raise UserError(
-            f"removing {1 - share:g} of {number} {what} leaves none", where="--ratio",
-            rule=f"at least {multiple} {what} must remain", fix=f"--ratio {max(0.0, 1 - multiple / number):.2f}",
-        )  # fmt: skip
+            f"removing {1 - share:g} of {number} {what} leaves none",
+            where="--ratio",
+            rule=f"at least {multiple} {what} must remain",
+            fix=f"--ratio {max(0.0, 1 - multiple / number):.2f}",
+        )
     if left >= number:
         raise UserError(
-            f"{1 - share:g} of {number} {what} rounds to none", where="--ratio",
-            rule=f"the number of remaining {what} must be a multiple of {multiple}", fix="a larger --ratio",
-        )  # fmt: skip
+            f"{1 - share:g} of {number} {what} rounds to none",
+            where="--ratio",
+            rule=f"the number of remaining {what} must be a multiple of {multiple}",
+            fix="a larger --ratio",
+        )
     return left
 
 
@@ -229,46 +248,58 @@ def check(before: Recipe, after: Recipe, *, unstructured: bool) -> Iterator[Prob
     share = old.num_attention_heads // old.num_query_groups
     if new.num_attention_heads != new.num_query_groups * share:
         yield Problem(
-            "model.num_attention_heads", f"{new.num_attention_heads} with {new.num_query_groups} groups",
+            "model.num_attention_heads",
+            f"{new.num_attention_heads} with {new.num_query_groups} groups",
             f"heads are removed in groups of {share}, with their key and value head",
             f"num_attention_heads {new.num_query_groups * share}",
-        )  # fmt: skip
+        )
     if old.kv_channels != new.kv_channels:
         yield Problem(
-            "model.kv_channels", f"{new.kv_channels} in the new recipe, {old.kv_channels} in the run",
-            "the channels per head cannot change", f"kv_channels {old.kv_channels}",
-        )  # fmt: skip
+            "model.kv_channels",
+            f"{new.kv_channels} in the new recipe, {old.kv_channels} in the run",
+            "the channels per head cannot change",
+            f"kv_channels {old.kv_channels}",
+        )
     if ours.multi_latent_attention and (old.num_attention_heads, old.hidden_size) != (
-        new.num_attention_heads, new.hidden_size,
-    ):  # fmt: skip
+        new.num_attention_heads,
+        new.hidden_size,
+    ):
         yield Problem(
-            "model.multi_latent_attention", "true with fewer heads or channels",
-            "with latent attention, only layers, neurons and experts can be removed", "--axes ffn",
-        )  # fmt: skip
+            "model.multi_latent_attention",
+            "true with fewer heads or channels",
+            "with latent attention, only layers, neurons and experts can be removed",
+            "--axes ffn",
+        )
     if ours.use_mup and old.hidden_size != new.hidden_size:
         yield Problem(
-            "model.hidden_size", f"{new.hidden_size} with use_mup",
+            "model.hidden_size",
+            f"{new.hidden_size} with use_mup",
             "the scaling factors of use_mup depend on the width",
             "--axes ffn,heads",
-        )  # fmt: skip
+        )
     if ours.moe_router_num_groups and old.num_moe_experts != new.num_moe_experts:
         yield Problem(
-            "model.num_moe_experts", f"{new.num_moe_experts} with moe_router_num_groups",
-            "experts cannot be removed from expert groups", "--method width",
-        )  # fmt: skip
+            "model.num_moe_experts",
+            f"{new.num_moe_experts} with moe_router_num_groups",
+            "experts cannot be removed from expert groups",
+            "--method width",
+        )
     kinds = ours.moe_layer_freq if isinstance(ours.moe_layer_freq, list) else [0, 1][: ours.moe_layer_freq]
     if ours.num_moe_experts and old.num_layers != new.num_layers and len(set(kinds)) > 1:
         yield Problem(
-            "model.num_layers", f"{new.num_layers} with moe_layer_freq {ours.moe_layer_freq}",
-            "layers can only be removed if all layers are of one kind", "--method width or experts",
-        )  # fmt: skip
+            "model.num_layers",
+            f"{new.num_layers} with moe_layer_freq {ours.moe_layer_freq}",
+            "layers can only be removed if all layers are of one kind",
+            "--method width or experts",
+        )
     learned = ours.position_embedding_type == "learned_absolute"
     if learned and old.max_position_embeddings != new.max_position_embeddings:
         yield Problem(
             "model.max_position_embeddings",
             f"{new.max_position_embeddings}, but {old.max_position_embeddings} in the run",
-            "the table of positions cannot change", f"max_position_embeddings {old.max_position_embeddings}",
-        )  # fmt: skip
+            "the table of positions cannot change",
+            f"max_position_embeddings {old.max_position_embeddings}",
+        )
     yield from _unchanged(ours, theirs)
     yield from unchanged_tokens(before, after, "prune a run that uses a Hugging Face tokenizer")
 
@@ -278,13 +309,15 @@ def _unchanged(ours: Model, theirs: Model) -> Iterator[Problem]:
         was, now = getattr(ours, key), getattr(theirs, key)
         if was != now and key not in _FREE and not (key.startswith("moe_") and theirs.num_moe_experts is None):
             yield Problem(
-                f"model.{key}", f"{now} in the new recipe, {was} in the run",
+                f"model.{key}",
+                f"{now} in the new recipe, {was} in the run",
                 "everything that is not removed must stay the same",
                 f"{key} {str(was).lower() if isinstance(was, bool) else was}",
-            )  # fmt: skip
+            )
     if ours.num_moe_experts and ours.moe_layer_freq != theirs.moe_layer_freq:
         yield Problem(
-            "model.moe_layer_freq", f"{theirs.moe_layer_freq} in the new recipe",
+            "model.moe_layer_freq",
+            f"{theirs.moe_layer_freq} in the new recipe",
             "experts must stay in the same layers",
             f"moe_layer_freq {ours.moe_layer_freq}",
-        )  # fmt: skip
+        )

@@ -69,9 +69,11 @@ def base_width(recipe: Recipe) -> Recipe:
     for dimension in recipe.search.space if recipe.search else ():
         if dimension.key in _WIDTH or dimension.key.startswith("parallelism."):
             raise UserError(
-                f"{dimension.key} is searched", where="--proxy", rule="--proxy sets width and layout itself",
+                f"{dimension.key} is searched",
+                where="--proxy",
+                rule="--proxy sets width and layout itself",
                 fix="search it without --proxy",
-            )  # fmt: skip
+            )
     kept = {name: getattr(recipe.parallelism, name) for name in _REDUCTION}
     narrow = at_width(recipe, base).model_copy(
         update={

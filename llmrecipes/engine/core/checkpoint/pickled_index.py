@@ -21,10 +21,12 @@ _LINE = -1
 _LINES = -2
 _UNKNOWN = -3
 _WIDTHS = {
-    pickletools.TAKEN_FROM_ARGUMENT1: -10, pickletools.TAKEN_FROM_ARGUMENT4: -40,
-    pickletools.TAKEN_FROM_ARGUMENT4U: -40, pickletools.TAKEN_FROM_ARGUMENT8U: -80,
+    pickletools.TAKEN_FROM_ARGUMENT1: -10,
+    pickletools.TAKEN_FROM_ARGUMENT4: -40,
+    pickletools.TAKEN_FROM_ARGUMENT4U: -40,
+    pickletools.TAKEN_FROM_ARGUMENT8U: -80,
     pickletools.UP_TO_NEWLINE: _LINE,
-}  # fmt: skip
+}
 
 
 def _lengths() -> list[int]:
