@@ -462,7 +462,7 @@ def test_where_no_layout_fits_the_nodes_of_one_that_does_are_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "where"),
     [
-        (("gpt-tiny", "--cluster", "laptop"), "--cluster"),
+        (("gpt-tiny", "--cluster", "laptop", "--usd-per-gpu-hour", "1"), "--cluster"),
         (("gpt-1b", "--cluster", "h100-ib", "--usd-per-gpu-hour", "0"), "--usd-per-gpu-hour"),
         (("gpt-1b", "--cluster", "h100-ib", "--usd-per-gpu-hour", "1", "--search"), "--usd-per-gpu-hour"),
         (("gpt-7b", "--cluster", "h100-ib", "--write", "x.yaml"), "--write"),
@@ -500,8 +500,10 @@ def test_a_gpu_without_fitted_runs_has_a_wider_interval(
     assert json.loads(capsys.readouterr().out)["fitted"], "by runs of this cluster"
     values["gpu"]["name"] = "NVIDIA V100"
     (tmp_path / "site.yaml").write_text(yaml.safe_dump(values))
-    assert run(asked) == 2
+    assert run([*asked, "--search"]) == 2
     require_message(capsys.readouterr().err, "gpu", rule="H100")
+    assert run(asked) == 0
+    assert "unknown  until measured" in capsys.readouterr().out, "the rest is planned"
 
 
 def test_what_does_not_fit_says_what_does_and_has_no_speed(capsys: pytest.CaptureFixture[str]) -> None:
