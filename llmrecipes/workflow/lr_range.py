@@ -18,6 +18,7 @@ from llmrecipes.recipe.derived.batch_schedule import without_ramp
 from llmrecipes.recipe.rules import recipe_rules
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.sections.optimizer_section import Scheduler
+from llmrecipes.recipe.sections.plugins import MetricSink, declared
 from llmrecipes.recipe.variants.proxy import suffixed
 from llmrecipes.rundir import Run
 from llmrecipes.workflow.run import Log, Paths, TrainOptions
@@ -124,7 +125,7 @@ def range_recipe(recipe: Recipe, low: float, high: float, steps: int) -> Recipe:
         raise UserError(f"{low:g} to {high:g}", where="--low", rule="0 < --low < --high", fix="--low 1e-6 --high 1")
     if steps < LEAST_POINTS:
         raise UserError(f"{steps}", where="--steps", rule=f"at least {LEAST_POINTS}", fix="--steps 100")
-    tracking = {"mlflow": False, "tensorboard": False, "wandb": False, "prometheus": False, "alarms": False}
+    tracking = dict.fromkeys(declared(type(recipe.tracking), MetricSink), False)
     kept = {"keep_interval": None, "keep_best": False, "non_persistent_save_interval": None,
             "non_persistent_local_ckpt_dir": None, "also_export": None, "also_export_interval": None}  # fmt: skip
     defaults = type(recipe.tracking)()

@@ -15,6 +15,7 @@ import yaml
 from llmrecipes.cli import app as cli
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.slurm_words import gpus_of, limit_seconds
+from llmrecipes.launch.launcher_options import SLURM, fields, options_of
 from llmrecipes.launch.programs import tell
 from llmrecipes.launch.slurm.sbatch import (
     LONGEST,
@@ -76,6 +77,24 @@ def test_golden_of_nodes_that_tokenize(golden: Callable[[str, Any], None]) -> No
     first = prepare_command(request, planned.profile, options, Path("slurm/prepare.sbatch"))
     words = command(request, planned.plan, planned.profile, options, SCRIPT)
     golden("slurm-prepare-nodes.sh", script_text(request.run_dir / "logs", words, first))
+
+
+def test_every_option_of_slurm_reaches_sbatch() -> None:
+    values: dict[str, Any] = {
+        "runtime": "apptainer",
+        "prepare-nodes": 3,
+        "warning": 187,
+        "max-restarts": 19,
+        "time": "7:03:01",
+    }
+    values |= {name: f"seen-{name}" for name in options_of(SLURM) - values.keys() - {"sbatch"}}
+    options = SlurmOptions(**fields(values), more=("--nice=seen",))
+    planned, runs = plan_for("gpt-7b", [], "h100-ib", 4), Path("/runs")
+    request = SlurmRequest(("gpt-7b",), "h100-ib", 4, "r", runs, Path("/data"), runs / "gpt-7b" / "r")
+    words = " ".join(command(request, planned.plan, planned.profile, options, SCRIPT))
+    first = " ".join(prepare_command(request, planned.profile, options, SCRIPT))
+    lost = {name for name, value in values.items() if str(value) not in (first if "prepare" in name else words)}
+    assert not lost and "--nice=seen" in words
 
 
 def shell_words(text: str, folder: Path) -> list[str]:
