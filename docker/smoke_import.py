@@ -20,7 +20,7 @@ MODULES = (
     "mlflow",
     "psycopg2",
     "llmrecipes.train.worker",
-    "llmrecipes.search.search_process",
+    "llmrecipes.search.worker",
 )
 
 

@@ -159,9 +159,9 @@ def search(
     require_library(recipe)
     quiet()
     from llmrecipes.search.best import Keeper
-    from llmrecipes.search.search_process import Worker
     from llmrecipes.search.study import open_study, place_of, require_section
     from llmrecipes.search.tracking import StudyTracker
+    from llmrecipes.search.worker import Worker
     from llmrecipes.workflow.run import prepare_data
 
     section = require_section(recipe)

@@ -28,10 +28,10 @@ from llmrecipes.launch.job import Job
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.search.best import Keeper
 from llmrecipes.search.command import quiet
-from llmrecipes.search.search_process import Worker
 from llmrecipes.search.study import open_study, place_of, require_section
 from llmrecipes.search.target import Target
 from llmrecipes.search.tracking import StudyTracker
+from llmrecipes.search.worker import Worker
 from llmrecipes.workflow.run import Paths
 from tests.helpers import ROOMY, tiny
 
@@ -151,7 +151,7 @@ def use_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher of curves is one line of the table."""
     quiet()
     monkeypatch.setitem(registry.LAUNCHERS, "curves", f"{__name__}:Curves")
-    monkeypatch.setattr("llmrecipes.search.search_process.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("llmrecipes.search.worker.LOOK_SECONDS", 0.0)
     monkeypatch.setattr(Curves, "loss", staticmethod(bowl))
     monkeypatch.setattr(Curves, "most_at_once", 0)
     Curves.jobs.clear()

@@ -18,7 +18,7 @@ from llmrecipes.launch.base import JobState, JobStatus
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.variants.width import base_width
-from llmrecipes.search import search_process, starting
+from llmrecipes.search import starting, worker
 from llmrecipes.search.command import search
 from llmrecipes.search.target import local_target
 from llmrecipes.search.trials import own_trials
@@ -103,7 +103,7 @@ def test_a_search_in_which_every_trial_fails_ends(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Curves, "loss", staticmethod(lambda *_: JobStatus(JobState.FAILED, 1)))
     with refused("lab"):
         ran(searched(n_trials=100), tmp_path)
-    assert len(Curves.submitted) == search_process.FAILURES_IN_A_ROW
+    assert len(Curves.submitted) == worker.FAILURES_IN_A_ROW
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf], ids=["training", "validation"])
@@ -225,7 +225,7 @@ def test_a_scheduler_that_takes_no_job_for_a_while_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But an error at the first trial is one of the options, and ends the search."""
-    monkeypatch.setattr(search_process, "POSTPONED_SECONDS", 0.0)
+    monkeypatch.setattr(worker, "POSTPONED_SECONDS", 0.0)
     submit, refusals = Curves.submit, [1, 2]
 
     def refuses(self: Curves, *arguments: Any) -> Any:

@@ -21,10 +21,10 @@ from llmrecipes.recipe.schema import Recipe
 from llmrecipes.search import command, metrics
 from llmrecipes.search.command import require_library
 from llmrecipes.search.metrics import MetricsReader
-from llmrecipes.search.search_process import Worker
 from llmrecipes.search.storage import open_storage
 from llmrecipes.search.study_report import plots, write_report
 from llmrecipes.search.trials import return_to_queue
+from llmrecipes.search.worker import Worker
 from llmrecipes.tracking.mirror import tracker_name
 from llmrecipes.tracking.mlflow.database import tracking_uri
 from tests.helpers import tiny_on, write_recipe

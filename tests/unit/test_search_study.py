@@ -25,8 +25,8 @@ from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.sections.search_section import Search
 from llmrecipes.search import starting, storage, study, trials
 from llmrecipes.search.budget import used
-from llmrecipes.search.search_process import Worker
 from llmrecipes.search.trials import WORKER, own_trials
+from llmrecipes.search.worker import Worker
 from tests.refusals import refused
 from tests.unit.search_lab import LR, Curves, bowl, curves, ran, searched, states, use_curves, worker
 
@@ -208,7 +208,7 @@ def killed_again_and_again(recipe: Recipe, folder: Path, stride: int) -> None:
     """Write the exit codes of a search that is killed again and again, later each time: before or after a write."""
     with pytest.MonkeyPatch.context() as patch:
         use_curves(patch)
-        patch.setattr("llmrecipes.search.search_process.IDLE_SECONDS", 0.05)
+        patch.setattr("llmrecipes.search.worker.IDLE_SECONDS", 0.05)
         patch.setattr(study, "FILLED_WITHIN", 0.1)
         codes: list[int | None] = []
         while len(codes) < 150 and 0 not in codes:

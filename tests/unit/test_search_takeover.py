@@ -31,9 +31,9 @@ from llmrecipes.runfiles import RunFiles
 from llmrecipes.search import storage, trials
 from llmrecipes.search.budget import ENDED, RANK_SECONDS, RANKS, RUN_ID, used
 from llmrecipes.search.command import quiet
-from llmrecipes.search.search_process import Stop, Worker
 from llmrecipes.search.starting import MACHINE, NotStarted
 from llmrecipes.search.trials import RETURNED, WORKER, own_trials
+from llmrecipes.search.worker import Stop, Worker
 from tests.unit.search_lab import Curves, bowl, curves, ran, searched, states, worker
 
 __all__ = ["curves"]

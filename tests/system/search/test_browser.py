@@ -22,9 +22,9 @@ from optuna.trial import TrialState, create_trial
 from llmrecipes.cli.app import run
 from llmrecipes.launch.base import JobState, JobStatus
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.search.search_process import Worker
 from llmrecipes.search.study_report import plots, write_report
 from llmrecipes.search.trials import own_trials
+from llmrecipes.search.worker import Worker
 from tests.helpers import write_recipe
 from tests.unit.search_lab import LR, Curves, bowl, curves, searched, worker
 
