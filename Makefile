@@ -127,7 +127,7 @@ test-version: setup ## run the tests that depend on the version of Python: PYTHO
 
 test-system: setup ## run the tests against real daemons (Slurm, containers); installs Debian packages if permitted
 	@tools/system_packages.sh
-	@$(PYTEST) $(WORKERS) -rs -m system tests/system
+	@$(PYTEST) $(WORKERS) -rs -m "system and not ray" tests/system
 
 test-all: ## run test, test-deep and test-system whole: nothing takes turns
 	@$(MAKE) test test-deep test-system TESTS_COMMIT=
