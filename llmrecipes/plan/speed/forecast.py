@@ -232,7 +232,7 @@ def gpu(plan: Plan, profile: Profile | None) -> Device:
                 "no GPU, and no measured rates of the processors",
                 where="--cluster",
                 rule="the time model needs coefficients of the machine",
-                fix="--cluster NAME; llmrecipes clusters lists them; bench machine --write FILE measures this one",
+                fix="--cluster NAME; bench machine --write FILE measures this machine; plan --details needs no speed",
             )
         processors = _processors(profile, profile.rates, -(-plan.layout.world_size // plan.cluster.nodes))
         return processors if profile.calibration is None else _calibrated(processors, profile.calibration)
