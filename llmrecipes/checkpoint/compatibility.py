@@ -1,8 +1,7 @@
 """Which recipe keys a run may change when it is resumed, its engine among them.
 
-Keys that determine the loss curve must not change. Keys that only determine where, how fast, how long and how observed
-it runs may. The learning rate and its decay must not change either, because that would be a different experiment;
-except for `train.train_iters` and `scheduler.lr_decay_iters`, so that a run can be extended.
+How a run is executed may change, what it learns must not (`recipe.halves`): that would be a different experiment. The
+few learned keys that may change all the same are in `FREE`.
 """
 
 from __future__ import annotations
@@ -15,51 +14,27 @@ from llmrecipes.checkpoint.store import Entry
 from llmrecipes.errors import UserError
 from llmrecipes.nested import leaves
 from llmrecipes.recipe.engines import can_read
+from llmrecipes.recipe.halves import learned
 
-FREE = (
-    "description",
-    "engine",
-    "zero",
-    "speed",
-    "parallelism",
-    "checkpoint",
-    "tracking",
-    "search",
-    "train.train_iters",
-    "train.micro_batch_size",
-    "train.eval_interval",
-    "train.eval_iters",
-    "train.eval_at_start",
-    "train.eval_tasks",
-    "train.early_stop",
-    "train.target_loss",
-    "train.log_interval",
-    "train.recompute_granularity",
-    "train.recompute_method",
-    "train.recompute_num_layers",
-    "train.recompute_modules",
-    "train.torch_compile",
-    "train.loss_chunk_tokens",
-    "train.initial_loss_scale",
-    "train.min_loss_scale",
-    "train.loss_scale_window",
-    "train.hysteresis",
-    "train.elastic",
-    "train.exit_grace_seconds",
-    "optimizer.ema_decay",
-    "optimizer.use_precision_aware_optimizer",
-    "optimizer.exp_avg_dtype",
-    "optimizer.exp_avg_sq_dtype",
-    "scheduler.lr_decay_iters",
-    "distill.logits",
-    "dpo.reference_log_probs",
-    "data.num_workers",
-    "data.prefetch_factor",
-    "data.pin_memory",
-    "data.multiple_validation_sets",
-    "faults",
-)
-"""Keys, and sections with all their keys, that may differ from the recipe that wrote a checkpoint."""
+FREE = frozenset(
+    {
+        # A run can be extended, or ended earlier.
+        "train.train_iters", "scheduler.lr_decay_iters", "train.early_stop", "train.target_loss",
+        # How often, and on how much, it is measured.
+        "train.eval_interval", "train.eval_iters",
+        # The loss scale is in the checkpoint; these only say how it moves on.
+        "train.initial_loss_scale", "train.min_loss_scale", "train.loss_scale_window", "train.hysteresis",
+        # Computed beside the weights.
+        "optimizer.ema_decay",
+        # What a run that no longer fits its machine may give up: bytes of moments and gradients.
+        "optimizer.use_precision_aware_optimizer", "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype",
+        "parallelism.grad_reduce_in_fp32", "speed.reduce_scatter_with_fp32_accumulation",
+        # What to do about a spike is decided when there is one.
+        "faults.loss_spike_action", "faults.loss_spike_window", "faults.loss_spike_sigmas",
+        "faults.loss_spike_rewind_steps", "faults.loss_spike_max_rewinds",
+    }
+)  # fmt: skip
+"""Learned keys that may differ from the recipe that wrote a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +56,7 @@ def compatibility(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[Diffe
         now: the resolved recipe of this command, as nested dicts.
         then: the recipe the run was started with.
     """
-    changes = differences(now, then)
-    return [
-        change for change in changes if not (_is_free(change.key) or _is_a_label(change) or _is_free_in_stages(change))
-    ]
+    return differences(learned(now, FREE), learned(then, FREE))
 
 
 def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[Difference]:
@@ -132,29 +104,6 @@ def require_readable(entry: Entry, engine: str) -> None:
             rule=f"{engine} cannot load the state of {written_by}",
             fix=f"engine={written_by}, or a new run id",
         )
-
-
-def _is_free(key: str) -> bool:
-    return any(key == free or key.startswith(f"{free}.") for free in FREE)
-
-
-def _is_a_label(difference: Difference) -> bool:
-    """Whether only names of sources in metrics differ."""
-    if difference.key != "data.sources" or not isinstance(difference.then, list):
-        return False
-    then, now = ([{**source, "label": None} for source in sources] for sources in (difference.then, difference.now))
-    return then == now
-
-
-def _is_free_in_stages(difference: Difference) -> bool:
-    """Whether stages differ only in keys that a run may change."""
-    if difference.key != "stages" or not isinstance(difference.then, list) or not isinstance(difference.now, list):
-        return False
-    then, now = (
-        [dict(leaf for leaf in leaves(stage) if not _is_free(leaf[0]) and leaf[1] != {}) for stage in stages]
-        for stages in (difference.then, difference.now)
-    )
-    return then == now
 
 
 def _flat(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from llmrecipes.recipe.sections.preference_section import Dpo, Preference
 from llmrecipes.recipe.sections.qat import Qat
 from llmrecipes.recipe.sections.search_section import Search
 from llmrecipes.recipe.sections.section import (
+    EXECUTION,
+    LEARNED,
     AlarmVariable,
     NonNegFloat,
     NonNegInt,
@@ -40,6 +42,8 @@ from llmrecipes.recipe.sections.zero import Zero
 
 class EvalTasks(Section):
     """Tasks of lm-evaluation-harness that the training engine runs; they do not affect training."""
+
+    half = EXECUTION
 
     tasks: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
     """Tasks, groups or tags of the harness, or paths to task files. Their data is loaded before training."""
@@ -117,6 +121,8 @@ class Parallelism(Section):
     """How the work is distributed over ranks. The data-parallel size is derived: world size divided by the
     model-parallel degrees."""
 
+    half = EXECUTION
+
     tensor_model_parallel_size: PosInt = 1
     """Tensor-parallel size: ranks that share every layer's matrices and heads (Megatron-LM, arXiv 1909.08053)."""
     pipeline_model_parallel_size: PosInt = 1
@@ -153,7 +159,7 @@ class Parallelism(Section):
     overlap_param_gather: bool = False
     """Gather updated parameters during the next forward pass; needs `overlap_grad_reduce` and the distributed
     optimizer."""
-    grad_reduce_in_fp32: bool = True
+    grad_reduce_in_fp32: Annotated[bool, LEARNED] = True
     """Accumulate and reduce gradients in fp32 even if the model is bf16 or fp16."""
 
 
@@ -166,7 +172,7 @@ class Train(Section):
 
     train_iters: PosInt
     """Number of optimizer steps."""
-    micro_batch_size: PosInt
+    micro_batch_size: Annotated[PosInt, EXECUTION]
     """Sequences per forward pass of a data-parallel rank."""
     global_batch_size: PosInt
     """Sequences per optimizer step; must be a multiple of `micro_batch_size` × data-parallel size. The quotient is the
@@ -190,7 +196,7 @@ class Train(Section):
     """Seed of initialisation, dropout and data order."""
     eval_interval: PosInt = 100
     """Steps between evaluations on the validation split; the last step is always evaluated."""
-    eval_at_start: bool = False
+    eval_at_start: Annotated[bool, EXECUTION] = False
     """Also evaluate before the first step. It does not count for `early_stop`, `target_loss` and
     `checkpoint.keep_best`."""
     eval_iters: PosInt = 10
@@ -204,7 +210,7 @@ class Train(Section):
     """End the run after an evaluation with this loss or lower, in nats per token; unset: never."""
     eval_tasks: EvalTasks | None = None
     """Tasks of lm-evaluation-harness to run during training; unset: none. Needs the extra `eval`."""
-    log_interval: PosInt = 1
+    log_interval: Annotated[PosInt, EXECUTION] = 1
     """Steps between log lines on the terminal and points in MLflow and TensorBoard; metrics.jsonl has every step."""
     label_smoothing: Probability = 0.0
     """Probability mass spread over the vocabulary in the training loss; validation losses are never smoothed."""
@@ -215,22 +221,24 @@ class Train(Section):
     keep_zeros: bool = False
     """Keep weights of the layers' matrices that are exactly zero at zero, such as those removed by `llmrecipes
     prune`."""
-    recompute_granularity: Literal["selective", "full", "auto"] | None = None
+    recompute_granularity: Annotated[Literal["selective", "full", "auto"] | None, EXECUTION] = None
     """Recompute parts of layers (`selective`, see `recompute_modules`) or whole layers (`full`) in the backward pass
     instead of storing activations (arXiv 2205.05198), except core attention whose kernel stores no scores, as on all
     GPUs. `auto`: the least that fits the machine with 5% of its memory free."""
-    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_method: Annotated[Literal["uniform", "block"] | None, EXECUTION] = None
     """For `full`: recompute all layers in chunks (`uniform`), or only the first layers (`block`)."""
-    recompute_num_layers: PosInt | None = None
+    recompute_num_layers: Annotated[PosInt | None, EXECUTION] = None
     """For `full`: layers per chunk (`uniform`), or number of recomputed layers (`block`)."""
-    recompute_modules: Annotated[tuple[RecomputeModule, ...], Field(min_length=1, strict=False)] | None = None
+    recompute_modules: Annotated[
+        Annotated[tuple[RecomputeModule, ...], Field(min_length=1, strict=False)] | None, EXECUTION
+    ] = None
     """For `selective`: parts of each layer to recompute; unset: `core_attn`. `layernorm`: the norms before attention
     and MLP, unless fused with the next GEMM. `mla_up_proj`: queries, keys and values of latent attention. `mlp`:
     dense MLPs. `moe_act`: the activation of experts (TransformerEngine only). `shared_experts`. `moe`: experts with
     router and dispatch."""
-    torch_compile: bool = False
+    torch_compile: Annotated[bool, EXECUTION] = False
     """Compile the transformer layers and the loss with torch.compile; in layers with experts, only the attention."""
-    loss_chunk_tokens: NonNegInt | None = None
+    loss_chunk_tokens: Annotated[NonNegInt | None, EXECUTION] = None
     """Tokens per chunk in which the output layer and the loss are computed, so that the logits of a micro-batch are
     never all in memory; 0: no chunks. Unset: chunks only if the logits would take more than 1/16 of a GPU's memory,
     or 256 MiB on a CPU."""
@@ -242,11 +250,11 @@ class Train(Section):
     """Steps without overflow after which the fp16 loss scale doubles."""
     hysteresis: PosInt = 2
     """Overflows after which the fp16 loss scale is halved."""
-    elastic: Annotated[tuple[PosInt, PosInt], Field(strict=False)] | None = None
+    elastic: Annotated[Annotated[tuple[PosInt, PosInt], Field(strict=False)] | None, EXECUTION] = None
     """Minimum and maximum number of data-parallel replicas: each start uses as many as are available. Global batch
     size and data order stay the same. A stage with another layout uses the ranks of as many replicas of the recipe's
     layout. Unset: the number of ranks changes only by hand."""
-    exit_grace_seconds: PosFloat = 240.0
+    exit_grace_seconds: Annotated[PosFloat, EXECUTION] = 240.0
     """Seconds from a signal until ranks that have not saved and exited are killed. Should exceed the time of a step
     and a save, and be less than the scheduler's grace period (300 s for pods)."""
 
@@ -286,7 +294,7 @@ class Data(Section):
     valid_sources: ValidSources = ()
     """Held-out sets in addition to the validation split, each evaluated separately; their documents are not trained
     on."""
-    multiple_validation_sets: bool = False
+    multiple_validation_sets: Annotated[bool, EXECUTION] = False
     """Also evaluate the validation split of every source separately, on up to `train.eval_iters` batches each;
     reported as `valid_source_loss` by label."""
     tokenizer: Tokenizer = Tokenizer()
@@ -306,16 +314,18 @@ class Data(Section):
     max_unreadable: Probability = 0.0
     """Fraction of a source's files that may be damaged: the rest of a damaged file is skipped, and the file is
     counted. With more, `prepare` fails."""
-    num_workers: NonNegInt = 1
+    num_workers: Annotated[NonNegInt, EXECUTION] = 1
     """Loader processes per rank; 0: read in the training process."""
-    prefetch_factor: PosInt = 4
+    prefetch_factor: Annotated[PosInt, EXECUTION] = 4
     """Micro-batches that each loader process prefetches."""
-    pin_memory: bool = True
+    pin_memory: Annotated[bool, EXECUTION] = True
     """Pin the memory of batches for asynchronous copies to a GPU; no effect on CPU runs."""
 
 
 class Checkpoint(Section):
     """Saving. A checkpoint contains weights, optimizer, scheduler, loss scaler, random states and data position."""
+
+    half = EXECUTION
 
     save_interval: PosInt = 1000
     """Steps between checkpoints; the last step is always saved."""
@@ -344,6 +354,8 @@ class Checkpoint(Section):
 
 class Tracking(Section):
     """Where metrics go besides metrics.jsonl, which is always written."""
+
+    half = EXECUTION
 
     mlflow: Annotated[
         bool, MetricSink(target="llmrecipes.tracking.mlflow.sink:MlflowSink", rehearsal=False, keeps_steps=True)
@@ -413,11 +425,11 @@ NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 class Recipe(Section):
     """One pretraining run."""
 
-    name: Annotated[str, Field(pattern=NAME)]
+    name: Annotated[str, Field(pattern=NAME), EXECUTION]
     """Name of the recipe: lower-case letters, digits, `.`, `_` and `-`. Also the folder of its runs."""
-    description: str = ""
+    description: Annotated[str, EXECUTION] = ""
     """One-line description for `llmrecipes list`."""
-    engine: str = "auto"
+    engine: Annotated[str, EXECUTION] = "auto"
     """Training engine: `auto`, `megatron` or `deepspeed`. `auto` selects deepspeed for `zero.stage` 2 and 3 and for
     offload, otherwise megatron."""
     model: Model

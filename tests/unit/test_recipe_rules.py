@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from llmrecipes.recipe.halves import half_of
 from llmrecipes.recipe.load import load, names
 from llmrecipes.recipe.reading.keys import generated, hint, json_schema, keys, reference
 from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.sections.only_with import OnlyWith
 from llmrecipes.recipe.sections.plugins import declared
-from llmrecipes.recipe.sections.section import Section
+from llmrecipes.recipe.sections.section import EXECUTION, Section
 from llmrecipes.recipe.variants.proxy import proxy
 from tests.refusals import has_token, refused
 
@@ -244,7 +245,8 @@ def test_the_reference_has_every_key_with_a_meaning() -> None:
         source = keys().get(key.name.replace(".valid_sources.", ".sources."), key)
         of_sources = source is not key and source.description == key.description
         if not key.section:
-            assert (f"| `{key.name}` |" in page) != of_sources
+            mark = " \\*" if half_of(key.name) is EXECUTION else ""
+            assert (f"| `{key.name}`{mark} |" in page) != of_sources
     assert "| `data.valid_sources.N.label` |" in page, "its own text, not that of its base class"
     assert "| integer > 0 |" in page and "integer > 0 or null | `null`" not in page
     assert '"additionalProperties": false' in json_schema()

@@ -28,9 +28,11 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
 from llmrecipes.recipe.document import MAX_KEY
+from llmrecipes.recipe.halves import half_of
 from llmrecipes.recipe.reading.core_fields import core_fields
 from llmrecipes.recipe.reading.synonyms import synonym
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.sections.section import EXECUTION
 
 ITEM = "N"  # placeholder for the index in a list: data.sources.N.path
 INDEX = re.compile(r"(?<=\.)[0-9]{1,6}(?=\.|$)")
@@ -381,7 +383,8 @@ def reference() -> str:
         "",
         "Generated from `llmrecipes/recipe/` by `llmrecipes docs`; do not edit. Key names are Megatron's.",
         "`N` stands for an index, counted from 0, in files a list item and in overrides a number.",
-        "A key whose default is `null` takes `null` too.",
+        "A key whose default is `null` takes `null` too. \\* marks how a run is executed, which changes numbers by",
+        "rounding only; all other keys say what is learned.",
     ]
     top = [key for key in keys().values() if "." not in key.name and not key.section]
     lines += ["", "## Top level", "", *_table(top)]
@@ -422,7 +425,8 @@ def _is_of_sources(key: RecipeKey) -> bool:
 def _row(key: RecipeKey) -> str:
     default = key.default_text if key.required else f"`{key.default_text}`"
     takes = key.takes.removesuffix(" or null") if key.default_text == "null" else key.takes
-    return "| " + " | ".join(map(_cell, (f"`{key.name}`", _short(takes), default, key.description))) + " |"
+    mark = " \\*" if half_of(key.name) is EXECUTION else ""
+    return "| " + " | ".join(map(_cell, (f"`{key.name}`{mark}", _short(takes), default, key.description))) + " |"
 
 
 def _cell(text: str) -> str:

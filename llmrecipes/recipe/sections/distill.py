@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from llmrecipes.recipe.sections.only_with import OnlyWith
-from llmrecipes.recipe.sections.section import JsonObject, PosFloat, PosInt, Section
+from llmrecipes.recipe.sections.section import EXECUTION, JsonObject, PosFloat, PosInt, Section
 
 LayerPair = Annotated[tuple[PosInt, PosInt], Field(strict=False)]
 """Numbers of a layer of the student and of one of the teacher, from 1."""
@@ -33,7 +33,7 @@ class Distill(Section):
     top_k: PosInt | None = None
     """Use only this many of the teacher's most probable tokens, scaled to sum to one; with `loss: kl`. Unset: all
     tokens."""
-    logits: str | None = None
+    logits: Annotated[str | None, EXECUTION] = None
     """Folder with the teacher's `top_k` largest logits for each token, written by `llmrecipes precompute`. Unset:
     the teacher is in memory and computes every micro-batch."""
     layers: Annotated[tuple[LayerPair, ...], Field(strict=False)] = ()

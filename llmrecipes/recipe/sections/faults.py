@@ -7,11 +7,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from llmrecipes.recipe.sections.only_with import OnlyWith
-from llmrecipes.recipe.sections.section import Beta, PosFloat, PosInt, Section
+from llmrecipes.recipe.sections.section import EXECUTION, LEARNED, Beta, PosFloat, PosInt, Section
 
 
 class Faults(Section):
     """How a run reacts to non-finite numbers, spikes, silent corruption and hangs."""
+
+    half = EXECUTION
 
     rerun_mode: Literal["validate_results", "disabled"] | None = None
     """What to do about a loss or gradient that is not finite. `validate_results`: compute the step again before any
@@ -37,16 +39,16 @@ class Faults(Section):
     straggler_exclude_reports: PosInt | None = None
     """Consecutive slow reports of a rank after which a multi-node Slurm job saves and is requeued without its node.
     Unset: alarms only."""
-    loss_spike_action: Literal["none", "skip", "rewind"] = "none"
+    loss_spike_action: Annotated[Literal["none", "skip", "rewind"], LEARNED] = "none"
     """What to do about a spike of the loss or the gradient norm: `skip` its update; `rewind` to a checkpoint from
     before it and leave out the batches that led to it. `none`: an alarm if the loss stays high."""
-    loss_spike_window: Annotated[int, Field(ge=2)] = 128
+    loss_spike_window: Annotated[int, Field(ge=2), LEARNED] = 128
     """Number of recent steps whose median and spread define a spike; none is detected before half of them are known."""
-    loss_spike_sigmas: PosFloat = 6.0
+    loss_spike_sigmas: Annotated[PosFloat, LEARNED] = 6.0
     """Standard deviations above the median at which a spike begins, estimated by the median absolute deviation."""
-    loss_spike_rewind_steps: PosInt = 100
+    loss_spike_rewind_steps: Annotated[PosInt, LEARNED] = 100
     """For `rewind`: minimum age of the checkpoint in steps, and number of batches to leave out."""
-    loss_spike_max_rewinds: PosInt = 3
+    loss_spike_max_rewinds: Annotated[PosInt, LEARNED] = 3
     """For `rewind`: maximum number of rewinds; the next spike stops the run (exit code 93)."""
 
     def without_spikes(self) -> Faults:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from llmrecipes.recipe.sections.only_with import OnlyWith
-from llmrecipes.recipe.sections.section import NonNegFloat, PosFloat, PosInt, Probability, Section
+from llmrecipes.recipe.sections.section import EXECUTION, NonNegFloat, PosFloat, PosInt, Probability, Section
 
 
 class Model(Section):
@@ -157,7 +157,7 @@ class Model(Section):
     """Pad every expert's input to its capacity, so that shapes do not depend on routing."""
     moe_token_drop_policy: Literal["probs", "position"] = "probs"  # noqa: S105 - no password
     """Tokens that a full expert drops: those with the lowest scores (`probs`), or the last ones (`position`)."""
-    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"  # noqa: S105 - no password
+    moe_token_dispatcher_type: Annotated[Literal["alltoall", "allgather", "flex"], EXECUTION] = "alltoall"  # noqa: S105 - no password
     """How tokens reach experts on other ranks: `alltoall` sends each token to its experts only, `allgather` gathers
     all tokens on every rank, `flex` uses DeepEP's kernels (`speed.moe_flex_dispatcher_backend`)."""
     multi_latent_attention: bool = False
@@ -197,7 +197,7 @@ class Model(Section):
     `seq_length` / (`seq_length` - *k*), as in Megatron-core."""
     make_vocab_size_divisible_by: PosInt = 128
     """Pad the rows of the embedding to a multiple of this, which keeps GEMMs aligned."""
-    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    transformer_impl: Annotated[Literal["auto", "local", "transformer_engine"], EXECUTION] = "auto"
     """Layer implementation. `auto`: TransformerEngine if it is installed and the GPU supports it, but `local` with
     DeepSpeed and in fp32, which TransformerEngine would compute in TF32."""
 

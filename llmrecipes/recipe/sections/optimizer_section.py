@@ -7,7 +7,16 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from llmrecipes.recipe.sections.only_with import OnlyWith
-from llmrecipes.recipe.sections.section import Beta, NonNegFloat, NonNegInt, PosFloat, PosInt, Probability, Section
+from llmrecipes.recipe.sections.section import (
+    EXECUTION,
+    Beta,
+    NonNegFloat,
+    NonNegInt,
+    PosFloat,
+    PosInt,
+    Probability,
+    Section,
+)
 
 MUON_STEPS = {"simple": 5, "quintic": 5, "polar_express": 8, "cans": 5, "aol": 4, "deepseekv4": 10}
 """Iterations of Newton-Schulz by `muon_coefficient_type`: the length of the set in emerging-optimizers, except for
@@ -70,7 +79,7 @@ class Optimizer(Section):
     """Orthogonalize queries, keys and values separately; no effect on latent attention."""
     muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = "medium"
     """Precision of the GEMMs in the iterations; `medium`: bf16."""
-    muon_tp_mode: Literal["duplicated", "distributed"] = "duplicated"
+    muon_tp_mode: Annotated[Literal["duplicated", "distributed"], EXECUTION] = "duplicated"
     """How tensor-parallel ranks orthogonalize a sharded matrix: each gathers and computes all of it (`duplicated`),
     or each keeps its shard and the products are summed in every iteration (`distributed`)."""
     clip_grad: NonNegFloat = 1.0

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from llmrecipes.recipe.sections.section import PosFloat, Section
+from llmrecipes.recipe.sections.section import EXECUTION, PosFloat, Section
 
 
 class Preference(Section):
@@ -45,6 +45,6 @@ class Dpo(Section):
     folder or by name. Unset: the weights that the run starts from, or with adapters the model without them."""
     reference_free: bool = False
     """Compute the loss without a reference model."""
-    reference_log_probs: Annotated[str, Field(min_length=1)] | None = None
+    reference_log_probs: Annotated[Annotated[str, Field(min_length=1)] | None, EXECUTION] = None
     """Folder with the reference's log-probabilities of all pairs, written by `llmrecipes precompute`. Unset: the
     reference is in memory and computes every micro-batch."""

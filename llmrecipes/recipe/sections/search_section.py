@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue
 
 from llmrecipes.recipe.sections.section import (
+    EXECUTION,
     JsonObject,
     NonNegFloat,
     NonNegInt,
@@ -217,6 +218,8 @@ class SourceStudy(Section):
 
 class Search(Section):
     """A hyperparameter search (Optuna) for `llmrecipes search`; training ignores it."""
+
+    half = EXECUTION
 
     space: Annotated[tuple[Dimension, ...], Field(min_length=1, strict=False)]
     """Keys to search. All others keep the recipe's values."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_serializer, model_validator
@@ -19,8 +20,23 @@ AlarmVariable = Annotated[str, Field(pattern=r"^LLMRECIPES_ALARM_[A-Z0-9_]+$")]
 """Name of a variable; only such, so that a recipe cannot have the value of another one sent or run."""
 
 
+class Half(Enum):
+    """What a key of a recipe decides. In the type of a key, it is that of the key (`recipe.halves`)."""
+
+    LEARNED = "learned"
+    """Its numbers: what is learned from what, and how precisely it is computed."""
+    EXECUTION = "execution"
+    """Where, how fast and how observed it runs: numbers stay the same but for rounding, and random ones."""
+
+
+LEARNED, EXECUTION = Half
+
+
 class Section(BaseModel):
     """Common rules: frozen, no unknown keys, no coercion between types, no NaN or infinity."""
+
+    # Of the keys that have no mark of their own; None: as the section around this one.
+    half: ClassVar[Half | None] = None
 
     # The texts below the fields are read where they are shown (`recipe.reading.keys.schema`), and validators are built
     # when a file is first checked: either would double the time that `llmrecipes --help` takes.

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from llmrecipes.recipe.sections.only_with import OnlyWith
-from llmrecipes.recipe.sections.section import NonNegInt, PosFloat, PosInt, Section
+from llmrecipes.recipe.sections.section import EXECUTION, NonNegInt, PosFloat, PosInt, Section
 
 EMBEDDED = ("stdlib", "docstrings", "machine")
 """Types of sources that have no path: what is on every machine."""
@@ -45,7 +45,7 @@ class Source(Section):
     the same files with different labels are blended by label."""
     label_value: Annotated[str | None, OnlyWith("label_key")] = None
     """Label of the rows to read; for a number or boolean, its text in Python, such as `3` or `True`."""
-    label: Label | None = None
+    label: Annotated[Label | None, EXECUTION] = None
     """Name of the source in metrics by source; unset: derived from its path, such as `web` for
     `corpora/web/*.jsonl`."""
     weight: PosFloat = 1.0

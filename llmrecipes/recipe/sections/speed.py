@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from llmrecipes.recipe.sections.section import NonNegInt, PosInt, Section
+from llmrecipes.recipe.sections.section import EXECUTION, LEARNED, NonNegInt, PosInt, Section
 
 Switch = bool | None
 ProcessGroup = Literal["tp", "cp", "pp", "dp", "dp_cp", "tp_cp", "ep", "ep_dp", "ep_tp", "hcp"]
@@ -19,6 +19,8 @@ ProcessGroup = Literal["tp", "cp", "pp", "dp", "dp_cp", "tp_cp", "ep", "ep_dp", 
 class Speed(Section):
     """Features of megatron-core that change the speed of a run, not its training; `llmrecipes plan --speed` lists what
     a run uses, and why. Unset keys are chosen by rule for the machine."""
+
+    half = EXECUTION
 
     bias_activation_fusion: Switch = None
     """Fuse the activation of the MLP into one kernel: SwiGLU, or bias and exact GELU. Unset: on for GPUs with a
@@ -54,7 +56,7 @@ class Speed(Section):
     align_param_gather: Switch = None
     """Gather the parameters of a chunk on all stages at the same time; with virtual pipeline stages and
     `overlap_param_gather`. Unset: on there."""
-    reduce_scatter_with_fp32_accumulation: Switch = None
+    reduce_scatter_with_fp32_accumulation: Annotated[Switch, LEARNED] = None
     """Send gradients in 16 bits and accumulate them in fp32; needs `grad_reduce_in_fp32: false`. Unset: off."""
     moe_permute_fusion: Switch = None
     """Sort tokens by expert in one kernel (TransformerEngine 2.1). Unset: on with TransformerEngine's layers."""
@@ -94,17 +96,17 @@ class Speed(Section):
     delay_wgrad_compute: Switch = None
     """With `overlap_moe_expert_parallel_comm`: compute weight gradients separately from input gradients, where there is
     communication to hide (TransformerEngine 2.8). Unset: off."""
-    fp8: Literal["e4m3", "hybrid"] | None = None
+    fp8: Annotated[Literal["e4m3", "hybrid"] | None, LEARNED] = None
     """8-bit format of the GEMMs in TransformerEngine's layers, on Hopper GPUs or newer: `e4m3`, or `hybrid` with
     gradients in `e5m2`. It rounds differently from bf16 and so changes the training. Unset: off."""
-    fp8_recipe: Literal["blockwise", "tensorwise", "mxfp8", "delayed"] | None = None
+    fp8_recipe: Annotated[Literal["blockwise", "tensorwise", "mxfp8", "delayed"] | None, LEARNED] = None
     """With `fp8`, which values share a scale: blocks of 128 values (`blockwise`), a tensor (`tensorwise`), or 32
     values (`mxfp8`, Blackwell); `delayed` is refused. Unset: `mxfp8` on Blackwell, otherwise `blockwise`."""
-    first_last_layers_bf16: Switch = None
+    first_last_layers_bf16: Annotated[Switch, LEARNED] = None
     """With `fp8`: compute the first and the last layers in bf16. Unset: off."""
-    num_layers_at_start_in_bf16: NonNegInt | None = None
+    num_layers_at_start_in_bf16: Annotated[NonNegInt | None, LEARNED] = None
     """Number of first layers in bf16, with `first_last_layers_bf16`. Unset: 1."""
-    num_layers_at_end_in_bf16: NonNegInt | None = None
+    num_layers_at_end_in_bf16: Annotated[NonNegInt | None, LEARNED] = None
     """Number of last layers in bf16, with `first_last_layers_bf16`. Unset: 1."""
     cuda_graph_impl: Literal["transformer_engine", "local", "full_iteration"] | None = None
     """Capture the kernels of each layer in CUDA graphs, so that the GPU runs them without the host:

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticKnownError
 
 from llmrecipes.recipe.document import Problem, clip
-from llmrecipes.recipe.sections.section import JsonObject, NonNegInt, PosInt, Section
+from llmrecipes.recipe.sections.section import EXECUTION, LEARNED, JsonObject, NonNegInt, PosInt, Section
 
 STAGE_3 = (
     "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters",
@@ -31,6 +31,8 @@ class Zero(Section):
 
     Stage 1 is megatron-core's distributed optimizer; stages 2 and 3 and offload need the engine `deepspeed`.
     """
+
+    half = EXECUTION
 
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_integer)]
     """What is sharded over data-parallel ranks: nothing (0), optimizer state (1), also gradients (2), also parameters
@@ -61,9 +63,9 @@ class Zero(Section):
     zero_hpz_partition_size: PosInt = 1
     """Ranks of a node that share a second copy of the parameters for the backward pass (ZeRO++ hpZ, arXiv
     2306.10209); 1: no copy. Stage 3."""
-    zero_quantized_weights: bool = False
+    zero_quantized_weights: Annotated[bool, LEARNED] = False
     """Gather parameters in int8 (ZeRO++ qwZ); stage 3 on GPUs. The result differs from an unquantized run."""
-    zero_quantized_gradients: bool = False
+    zero_quantized_gradients: Annotated[bool, LEARNED] = False
     """Reduce gradients in int4 between nodes (ZeRO++ qgZ); stage 3 in fp16, on two or more nodes with GPUs. The result
     differs from an unquantized run."""
     extra: JsonObject = Field({})
