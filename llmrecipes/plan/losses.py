@@ -78,7 +78,10 @@ def of_a_prediction(recipe: Recipe, s: Shape, layout: Layout, device: str) -> tu
     if not chunk:
         rows = s.vocab_size // layout.tensor_model_parallel_size
         kept = _element(recipe) * tokens * rows * (s.mtp_num_layers - 1)
-        return int(kept), int(kept + 3 * waiting)  # both, and their sum
+        # Both, and the sum of those of the weight; with sequence parallelism a rank's parts, and the gathered input.
+        hidden = _element(recipe) * tokens * s.hidden_size
+        shares = 2 / layout.tensor_model_parallel_size + 1 if layout.sequence_parallel else 2
+        return int(kept), int(kept + 3 * (waiting - hidden) + shares * hidden)
     gradients, temporary = _gradients_of_chunks(recipe, s, layout, chunk, fused)
     kept = 4 * tokens * s.mtp_num_layers
     return int(kept), int(kept + gradients + temporary + waiting)

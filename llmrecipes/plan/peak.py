@@ -79,8 +79,8 @@ def _moments(
     if stage == 0:
         chunks[0] = chunks[0].and_kept(per.mask)
     prediction_layers = _mtp(recipe, per)
-    # Of the losses, and of recomputed predictions: freed with them.
-    inputs = (recipe.lora is None) + s.mtp_num_layers * (2 if recipe.train.recompute_method == "uniform" else 1)
+    # Inputs of the losses: one tensor, freed with the last of them.
+    of_losses = per.edge * ((recipe.lora is None) + s.mtp_num_layers)
     ends = per.edge * (recipe.lora is None) + prediction_layers.kept
     norm = layout.final_norm(s.mtp_num_layers)
     if norm == (layout.pipeline_model_parallel_size - 1, len(chunks) - 1):
@@ -89,7 +89,14 @@ def _moments(
         chunks[norm[1]] = chunks[norm[1]].and_kept(per.norm)
     kept_logits, most_logits = losses.kept_and_most(recipe, s, layout, device)
     frees = losses.frees_its_input(recipe, device)
+    # Chunks without layers, and without the final norm, keep nothing of their inputs, which are there until the end.
+    without = [
+        not layers and stage + number > 0 and norm != (stage, number)
+        for number, layers in enumerate(layout.layers_per_stage[stage])
+    ]
     tables = len(chunks) * per.tables
+    # Predictions gather two inputs, joined, in the buffer that is kept for gathered tokens.
+    wider = per.gathered * (s.mtp_num_layers > 0)
     moments = fullest(
         layout.pipeline_model_parallel_size,
         layout.virtual_pipeline_model_parallel_size,
@@ -99,10 +106,13 @@ def _moments(
         s.num_moe_experts > 0,
         bool(recipe.speed.overlap_moe_expert_parallel_comm),
     )
-    for pending, turn, held in moments:
+    for pending, turn, inputs, sent in moments:
         stack = tables + sum(each.kept * number for each, number in zip(chunks, pending, strict=True))
-        # Of one chunk the gradient that was sent last; of several the output, which is freed when the next one is.
-        outputs = int(tokens * (1 if len(chunks) > 1 else held) * per.edge)
+        held = sum(number for number, none in zip(inputs, without, strict=True) if not none)
+        passing = sum(inputs) - held + sum(number for number, none in zip(pending, without, strict=True) if none)
+        # Gradients of inputs that are held; of several chunks the output or gradient that was sent last.
+        messages = passing + sent + (len(chunks) > 1)
+        outputs = int(tokens * (messages * per.edge + wider * last))
         # The previous micro-batch's input of a single chunk is released before the backward pass.
         yield Peak(int(tokens * (stack + held * per.edge)), outputs=outputs)
         stack_then = stack + (held * per.edge if len(chunks) > 1 else 0)
@@ -115,18 +125,19 @@ def _moments(
             words += int(tokens * (per.edge + 2 * per.gathered))
             yield Peak(int(tokens * (stack_then - chunks[0].kept)), outputs=outputs, gradients=words)
         if last and turn == len(chunks) - 1:
-            end, freed = stack + held * per.edge + ends, per.edge * (recipe.lora is None)  # the main loss's input
+            end, freed = stack + held * per.edge + ends, of_losses * (not s.mtp_num_layers)
             buffer = int(tokens * per.gathered_tokens)
             yield Peak(int(tokens * end), kept_logits if frees else most_logits, kept_logits, outputs, buffer)
             if frees:
                 yield Peak(int(tokens * (end - freed)), most_logits, kept_logits, outputs, buffer)
             if (prediction := losses.of_a_prediction(recipe, s, layout, device)) is not None:
-                freed = per.edge * inputs if frees else freed
+                freed = of_losses if frees else 0.0
                 yield Peak(int(tokens * (end - freed)), prediction[1], prediction[0], outputs, buffer)
             # The losses have been differentiated by then: they were computed after the layers.
-            yield Peak(int(tokens * (end - freed + prediction_layers.again)), outputs=outputs)
+            end -= of_losses
+            yield Peak(int(tokens * (end + prediction_layers.again)), outputs=outputs)
             more, gradients = prediction_layers.in_layer
-            yield Peak(int(tokens * (end - freed + more)), outputs=outputs, gradients=int(tokens * gradients))
+            yield Peak(int(tokens * (end + more)), outputs=outputs, gradients=int(tokens * gradients))
 
 
 def _chunk(recipe: Recipe, per: PerToken, numbers: range, *, last: bool) -> _Chunk:
@@ -184,9 +195,10 @@ def _mtp(recipe: Recipe, per: PerToken) -> _Chunk:
     # The gradients of the hidden states and of the layer's result.
     edges = 2 * per.edge
     if recipe.train.recompute_method == "uniform":
-        # The next token's embedding, and the output layer's input; the hidden states are the input of the loss before.
-        in_layer = per.fullest(experts=experts, more=layer + around, gradients=edges + per.edge)
-        return _Chunk(depth * 2 * per.edge, layer + around, in_layer)
+        # The next token's embedding and the hidden states, and a copy of the result as the output layer's input.
+        again = layer + around - 2 * per.edge
+        in_layer = per.fullest(experts=experts, more=again, gradients=edges + per.edge)
+        return _Chunk(depth * 3 * per.edge, again, in_layer)
     discarded = per.discarded(experts=experts)
     in_layer = per.fullest(experts=experts, more=discarded.mlp + discarded.twice_in_mlp, gradients=edges)
     return _Chunk(depth * (layer - discarded.total + around), discarded.most, in_layer)

@@ -7,8 +7,9 @@ from functools import lru_cache
 
 from llmrecipes.plan.layout import Layout
 
-Moment = tuple[tuple[int, ...], int, int]
-"""Pending forward passes of each chunk, the chunk of the next backward pass, and inputs that are held besides."""
+Moment = tuple[tuple[int, ...], int, tuple[int, ...], int]
+"""Pending forward passes of each chunk, the chunk of the next backward pass, inputs of each chunk that are held,
+and how many of these have a gradient."""
 
 
 @lru_cache(maxsize=4096)
@@ -21,13 +22,13 @@ def fullest(
         combined: a forward and a backward pass at the same time (`speed.overlap_moe_expert_parallel_comm`).
     """
     fullest: list[Moment] = []
-    for pending, chunk, held in set(_pending(stages, chunks, num_microbatches, stage, experts, combined)):
-        moment = (*pending, held)
-        others = [(moment, (*moment[0], moment[2])) for moment in fullest if moment[1] == chunk]
+    for pending, chunk, held, sent in set(_pending(stages, chunks, num_microbatches, stage, experts, combined)):
+        moment = (*pending, *held, sent)
+        others = [(moment, (*moment[0], *moment[2], moment[3])) for moment in fullest if moment[1] == chunk]
         if any(all(x >= y for x, y in zip(other, moment, strict=True)) for _, other in others):
             continue
         less = {each for each, other in others if all(x <= y for x, y in zip(other, moment, strict=True))}
-        fullest = [moment for moment in fullest if moment not in less] + [(pending, chunk, held)]
+        fullest = [moment for moment in fullest if moment not in less] + [(pending, chunk, held, sent)]
     return tuple(fullest)
 
 
@@ -61,7 +62,9 @@ def _pending(
             held |= {_pass(following, stages, chunks)} if following < passes else set()
         chunk, micro_batch = _pass(len(done), stages, chunks)
         chunk = chunks - 1 - chunk
-        yield tuple(pending), chunk, sum(stage > 0 or each > 0 for each, _ in held)
+        received = [each for each in held if stage > 0 or each[0] > 0]
+        inputs = [sum(each == other for other, _ in received) for each in range(chunks)]
+        yield tuple(pending), chunk, tuple(inputs), len({*received} & {*done})
         pending[chunk] -= 1
         done.append((chunk, micro_batch))
 

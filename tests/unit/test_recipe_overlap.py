@@ -115,7 +115,7 @@ def test_a_forecast_hides_what_the_key_overlaps(base: Sections, key: str, part: 
 def test_one_micro_batch_more_is_kept() -> None:
     for stages, chunks, stage in ((1, 1, 0), (2, 2, 0), (2, 2, 1), (4, 2, 1)):
         most = [
-            max(sum(pending) for pending, _, _ in fullest(stages, chunks, 8, stage, True, combined))
+            max(sum(pending) for pending, *_ in fullest(stages, chunks, 8, stage, True, combined))
             for combined in (False, True)
         ]
         assert most[1] == most[0] + 1
