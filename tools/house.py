@@ -34,7 +34,7 @@ CODE_BUDGET = {
     "hf": 1956,
     "launch": 3175,
     "models": 4114,
-    "plan": 5264,
+    "plan": 5320,
     "recipe": 8320,
     "report": 1828,
     "scaling": 400,

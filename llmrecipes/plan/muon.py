@@ -84,6 +84,47 @@ def products(recipe: Recipe, s: Shape, layout: Layout, device: str, stage: int) 
             yield side, length, side, times
 
 
+def elements_and_bytes(recipe: Recipe, s: Shape, layout: Layout, device: str, stage: int) -> tuple[int, int]:
+    """Elements of the matrices of a rank of one stage, and the bytes that their update reads and writes, but for the
+    operands of its products and what copies gradients and weights for any optimizer."""
+    if recipe.optimizer.optimizer != "muon":
+        return 0, 0
+    local = (s.num_moe_experts or 0) // layout.expert_model_parallel_size
+    elements = moved = 0
+    for matrix in _on_stage(recipe, s, layout, stage):
+        ranks = _ranks(recipe, layout, matrix, device)
+        mine = matrix.width * matrix.height // ranks
+        pieces = _pieces(recipe, s, matrix)
+        times = local if matrix.of_experts else 1
+        # The new momentum from the old one and the gradient, and the weight, of which a part decays before.
+        each = _FP32 * mine * (3 + 3 + 2 * bool(recipe.optimizer.weight_decay) + 3 * recipe.optimizer.muon_nesterov)
+        if len(pieces) > 1:  # cut out, where there are several groups of heads, and put together
+            each += _FP32 * mine * (2 * (s.num_query_groups > ranks) + 2)
+        each += sum(_moved_of_piece(recipe, matrix, rows, ranks) for rows in pieces)
+        elements += times * mine
+        moved += times * each
+    return elements, moved
+
+
+def _moved_of_piece(recipe: Recipe, matrix: Matrix, rows: int, ranks: int) -> int:
+    whole = rows * matrix.width
+    mine = whole // ranks
+    scaled = 2 * 2 * _FP32 * mine  # by two factors
+    if recipe.optimizer.muon_tp_mode == "duplicated":
+        # Copied from the buffer of the all-gather, which one rank has too, and put together; a norm, and a quotient.
+        size, side = whole, min(rows, matrix.width)
+        scaled += _FP32 * (2 + 2 + 1 + 2) * whole
+    else:
+        size, side = mine, matrix.width if matrix.by_columns else rows
+        scaled += _FP32 * (2 + 1 + 2) * mine  # squares, their sum, and a quotient
+    element = _FP32
+    if recipe.optimizer.muon_fp32_matmul_prec == "medium":
+        element = 2
+        scaled += 2 * (_FP32 + element) * size
+    # Two products of an iteration add to a copy of a matrix.
+    return scaled + recipe.optimizer.muon_num_ns_steps * 3 * element * (side * side + size)
+
+
 def _of_matrix(recipe: Recipe, s: Shape, matrix: Matrix, ranks: int) -> int:
     mine = _FP32 * matrix.width * matrix.height // ranks
     pieces = _pieces(recipe, s, matrix)

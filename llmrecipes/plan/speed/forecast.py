@@ -12,13 +12,14 @@ from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.frozen import reference_plan, teacher_plan
 from llmrecipes.plan.kernels import recomputed_layers
 from llmrecipes.plan.memory import Memory, of_stage
-from llmrecipes.plan.muon import products
+from llmrecipes.plan.muon import collectives, elements_and_bytes, products
 from llmrecipes.plan.parameters import count_rounded_on_rank
 from llmrecipes.plan.plan_table import stage_facts
 from llmrecipes.plan.run_plan import RunPlan
 from llmrecipes.plan.speed.device import Device, SpeedUnknownError, Stack, device, kernels_on, stack, stack_of
+from llmrecipes.plan.speed.network import gather, reduce
 from llmrecipes.plan.speed.saving import Saving, as_dict, saving
-from llmrecipes.plan.speed.step import StepTime, forward_seconds, predict, with_attack
+from llmrecipes.plan.speed.step import ADAMW_BYTES, StepTime, forward_seconds, linked, predict, with_attack
 from llmrecipes.plan.speed.work import Work, product
 from llmrecipes.recipe.engines import DEEPSPEED, engine_name
 from llmrecipes.recipe.rules.distill_rules import has_teacher
@@ -417,13 +418,24 @@ def work(plan: Plan) -> Work:
 
 
 def _orthogonalizing(plan: Plan, accelerator: Device, stage: int) -> float:
-    """Seconds of Muon's products in an update of one stage: in TF32 (`high`), which CPUs lack, they take twice as long
-    as in bf16."""
-    precision = plan.recipe.optimizer.muon_fp32_matmul_prec
+    """Seconds that an update of one stage with Muon takes longer than one with AdamW: its products, in TF32 (`high`),
+    which CPUs lack, twice as long as in bf16; what it reads and writes besides; and what tensor-parallel ranks send."""
+    recipe, layout = plan.recipe, plan.layout
+    if recipe.optimizer.optimizer != "muon":
+        return 0.0
+    which = recipe, plan.shape, layout, plan.device, stage
+    precision = recipe.optimizer.muon_fp32_matmul_prec
     tf32 = precision == "high" and plan.device == "cuda"
     kind, longer = ("bf16", 2) if tf32 else ("bf16" if precision == "medium" else "fp32", 1)
-    multiplied = products(plan.recipe, plan.shape, plan.layout, plan.device, stage)
-    return longer * sum(times * product(accelerator, m, n, k, kind) for m, n, k, times in multiplied)
+    seconds = longer * sum(times * product(accelerator, m, n, k, kind) for m, n, k, times in products(*which))
+    elements, moved = elements_and_bytes(*which)
+    seconds += (moved - ADAMW_BYTES * elements) / (accelerator.bandwidth * accelerator.memory)
+    links = linked(accelerator, software(plan, accelerator))
+    local = (plan.shape.num_moe_experts or 0) // layout.expert_model_parallel_size
+    for matrix, ranks, collective, size in collectives(*which):
+        one = (gather if collective == "all-gather" else reduce)(links, size, ranks, links.gpus_per_node)
+        seconds += one * (local if matrix.of_experts else 1)
+    return seconds
 
 
 _ROUNDED_BYTES = 48

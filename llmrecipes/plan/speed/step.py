@@ -138,6 +138,18 @@ def stage_parameters(work: Work) -> tuple[list[float], list[float]]:
     return dense, sparse
 
 
+ADAMW_BYTES = 28
+"""Bytes that AdamW reads (gradient, weight, two moments) and writes (but for the gradient) of a parameter."""
+_COPIED_BYTES = 8
+"""Bytes of a parameter that are copied for any optimizer, from its gradient and to its weight in 16 bits."""
+
+
+def linked(device: Device, stack: Stack) -> Device:
+    """The device with the network that a stack sees."""
+    network_of_stack = (stack.links, stack.rails, stack.crowd, stack.nic)
+    return device if network_of_stack == (1.0, 1.0, 0.0, 1.0) else _with_links(device, *network_of_stack)
+
+
 @lru_cache(maxsize=1024)
 def _with_links(device: Device, share: float, rails: float, crowd: float, nic: float) -> Device:
     return replace(device, links=device.links * share, rails=rails, crowd=crowd, nic=device.nic * nic)
@@ -161,9 +173,7 @@ def predict(device: Device, stack: Stack, work: Work, *, at_least: bool = False)
     Args:
         at_least: the pipeline takes no longer than its slowest stage requires, which is computed at once.
     """
-    network_of_stack = (stack.links, stack.rails, stack.crowd, stack.nic)
-    if network_of_stack != (1.0, 1.0, 0.0, 1.0):
-        device = _with_links(device, *network_of_stack)
+    device = linked(device, stack)
     plain = _layer(device, stack, work, experts=False) if work.dense_layers or not work.experts else None
     sparse = _layer(device, stack, work, experts=True) if work.experts else None
     ahead: list[list[float]] = []
@@ -204,7 +214,11 @@ def predict(device: Device, stack: Stack, work: Work, *, at_least: bool = False)
     exposed = _gradients(device, stack, work, dense, routed, [sum(chunk_seconds) for chunk_seconds in back])
     held = max(d + r for d, r in zip(dense, routed, strict=True))
     ranks = work.dp * work.cp if (stack.zero >= 1 or stack.sharded) else 1
-    optimizer = held / ranks * 36 / rate + held * 8 / rate + _STEP_KERNELS * device.launch * stack.host
+    optimizer = (
+        held / ranks * (ADAMW_BYTES + _COPIED_BYTES) / rate
+        + held * 8 / rate
+        + _STEP_KERNELS * device.launch * stack.host
+    )
     few, many = (sum(count[kind] for count in counts[slowest]) for kind in (0, 1))
     of_layers = number * ((plain.tensor * few if plain else 0.0) + (sparse.tensor * many if sparse else 0.0))
     of_experts = number * (sparse.expert * many if sparse else 0.0)
