@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.drawn_layouts import planned_bytes, sent_bytes
 from benchmarks.former import ADAMW
+from llmrecipes.cli import app as cli
 from llmrecipes.dryrun.dry_run_spec import DryRunSpec, RankReport
 from llmrecipes.plan.traffic import SMALL
 from llmrecipes.units import GIB
@@ -137,3 +140,10 @@ def test_a_rank_of_a_full_size_recipe(text: str, process: GlooWorld) -> None:
     weights, share = report["memory"]["weights"], report["memory"]["optimizer"] / 12
     assert report["save"]["written_bytes"] == pytest.approx(14 * share, rel=0.01)
     assert report["resume"]["read_bytes"] == pytest.approx(12 * share + weights, rel=0.01)
+
+
+def test_the_command_runs_stage_3(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """In a process that has imported nothing else."""
+    asked = ["dryrun", "gpt-tiny-zero", "train.global_batch_size=64", "--cluster", "h100-ib", "--nodes", "1", "--json"]
+    assert cli.run([*asked, "--runs-dir", str(tmp_path)]) == 0
+    assert json.loads(capfd.readouterr().out)["world_size"] == 8

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import torch.distributed as dist
@@ -44,6 +45,8 @@ class DeepSpeedBackend(CoreBackend):
     def construct_meta(self, plan: Plan, platform: Platform) -> MetaEngine:
         with ExitStack() as stack:
             stack.enter_context(communication(platform))
+            # Else the first operation that is seen imports it, where stage 3 has replaced constructors of tensors.
+            import_module("torch._dynamo")
             # Its import is DeepSpeed's, which guesses an accelerator unless it has been named.
             from llmrecipes.engine.deepspeed.meta_engine import MetaDeepSpeedEngine
 
