@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
 from llmrecipes.engine.base import Platform, Slice, WeightSource
 from llmrecipes.engine.core.checkpoint.slices import ShardedParameter, flat_slices
@@ -19,6 +18,7 @@ from llmrecipes.engine.core.model import gpt
 from llmrecipes.engine.core.model.config import hidden_group, is_hidden
 from llmrecipes.engine.core.model.groups import group_of, group_options, names_of, require_matches
 from llmrecipes.engine.core.model.init import buffers, draw, fill, initialise, parameter_slices, slice_of
+from llmrecipes.engine.core.refusal import accepted
 from llmrecipes.engine.deepspeed.configuration import deepspeed_config
 from llmrecipes.engine.deepspeed.experts import EXPERTS, is_expert
 from llmrecipes.engine.deepspeed.partition import (
@@ -29,10 +29,8 @@ from llmrecipes.engine.deepspeed.partition import (
     sharded_parameters,
 )
 from llmrecipes.engine.deepspeed.runtime import mpu
-from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.derived.shape import mup
-from llmrecipes.recipe.document import clip
 from llmrecipes.recipe.schema import Recipe, Zero
 
 
@@ -71,33 +69,13 @@ def zero(recipe: Recipe) -> Zero:
     return recipe.zero
 
 
-@contextmanager
-def accepted(plan: Plan) -> Iterator[None]:
-    """A block in which DeepSpeed reads the configuration; what it raises is about `zero.extra`, if there is any.
-
-    Raises:
-        UserError: DeepSpeed refuses the configuration. Without `zero.extra` its error is a bug, and passes.
-    """
+def accepted_by_deepspeed(plan: Plan) -> AbstractContextManager[None]:
+    """A block in which DeepSpeed reads the configuration: see `accepted`."""
     from deepspeed.runtime.config import DeepSpeedConfigError
 
-    extra = zero(plan.recipe).extra
-    try:
-        yield
-    except (AssertionError, AttributeError, LookupError, TypeError, ValueError, DeepSpeedConfigError) as error:
-        if not extra:
-            raise
-        raise UserError(
-            f"DeepSpeed refuses this configuration: {_reason(error)}",
-            where="zero.extra",
-            rule="extra must have keys of DeepSpeed's configuration, with values of the documented types",
-            fix=f"correct or remove {', '.join(extra)}",
-        ) from error
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        return "; ".join(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors())
-    return f"{type(error).__name__}: {clip(' '.join(str(error).split()))}"
+    rule = "extra must have keys of DeepSpeed's configuration, with values of the documented types"
+    errors = (AssertionError, AttributeError, LookupError, TypeError, ValueError, DeepSpeedConfigError)
+    return accepted("DeepSpeed", "zero.extra", zero(plan.recipe).extra, rule, errors)
 
 
 def optimizer(recipe: Recipe, model: torch.nn.Module, sharded: Sequence[ShardedParameter]) -> torch.optim.Optimizer:
@@ -151,7 +129,7 @@ def _partitioned(plan: Plan) -> Iterator[None]:
 
     group = mpu().get_data_parallel_group()
     # The precision is in the configuration: an explicit `dtype` is replaced by bf16 on a CPU.
-    with accepted(plan):
+    with accepted_by_deepspeed(plan):
         partitioning = deepspeed.zero.Init(
             data_parallel_group=group, config_dict_or_path=deepspeed_config(plan), mpu=mpu()
         )

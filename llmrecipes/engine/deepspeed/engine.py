@@ -36,7 +36,7 @@ from llmrecipes.engine.core.rank_weights import weight_slices
 from llmrecipes.engine.core.score import GPTScorer
 from llmrecipes.engine.core.update import increment, is_summed, mean_over_tokens, scheduler
 from llmrecipes.engine.deepspeed import state
-from llmrecipes.engine.deepspeed.build import accepted, optimizer, zero
+from llmrecipes.engine.deepspeed.build import accepted_by_deepspeed, optimizer, zero
 from llmrecipes.engine.deepspeed.configuration import deepspeed_config
 from llmrecipes.engine.deepspeed.experts import expert_groups
 from llmrecipes.engine.deepspeed.partition import Partition
@@ -84,7 +84,7 @@ class DeepSpeedEngine:
         self.sharded_parameters = sharded_parameters
         self.implementation = Implementation(built.implementation, built.reason)
         _sum_over_tensor_parallel_ranks(built)
-        with accepted(plan), expert_groups(self.module, plan.layout.expert_model_parallel_size):
+        with accepted_by_deepspeed(plan), expert_groups(self.module, plan.layout.expert_model_parallel_size):
             self._engine, self.optimizer, _, _ = deepspeed.initialize(
                 model=self.module,
                 optimizer=optimizer(plan.recipe, self.module, sharded_parameters),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
@@ -10,6 +9,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticKnownError
 
 from llmrecipes.recipe.document import Problem, clip
+from llmrecipes.recipe.sections.extra_keys import ExtraKeys
 from llmrecipes.recipe.sections.section import EXECUTION, LEARNED, JsonObject, NonNegInt, PosInt, Section
 
 STAGE_3 = (
@@ -187,13 +187,14 @@ INNER: Mapping[str, Mapping[str, type]] = {
 }  # fmt: skip
 """Sections at the top that DeepSpeed does not check, and their keys; it checks the others when it reads them."""
 
+_EXTRA = ExtraKeys("zero.extra", "keys of DeepSpeed's configuration", DETERMINED, UNSUPPORTED)
 _TYPES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
 
 def check_extra(zero: Zero) -> Iterator[Problem]:
     """Keys that the recipe determines, that DeepSpeed does not have, or that would have no effect."""
     extra = zero.extra
-    yield from _level(extra, "", TOP)
+    yield from _EXTRA.problems(extra, TOP)
     section = extra.get(SECTION, {})
     if not isinstance(section, dict):
         yield Problem(
@@ -203,14 +204,14 @@ def check_extra(zero: Zero) -> Iterator[Problem]:
             "remove it, and set zero.stage",
         )
         return
-    yield from _level(section, f"{SECTION}.", INSIDE)
+    yield from _EXTRA.problems(section, INSIDE, f"{SECTION}.")
     for name in INNER:
         if name in extra:
             yield from _inner(name, extra[name])
     for part in _OFFLOAD:
         inside = section.get(part)
         if isinstance(inside, dict):
-            yield from _determined(inside, f"{SECTION}.{part}.")
+            yield from _EXTRA.refused(inside, f"{SECTION}.{part}.")
         if part in section and getattr(zero, part) == "none":
             yield Problem(
                 f"zero.extra.{SECTION}.{part}",
@@ -226,40 +227,11 @@ def _inner(section: str, values: object) -> Iterator[Problem]:
     if not isinstance(values, dict):
         yield Problem(f"zero.extra.{section}", clip(repr(values)), f"{section} must be a mapping", "remove it")
         return
-    yield from _level(values, f"{section}.", tuple(INNER[section]))
+    yield from _EXTRA.problems(values, INNER[section], f"{section}.")
     for name, kind in INNER[section].items():
         fits = type(values.get(name)) in ((int, float) if kind is float else (kind,))
         if name in values and not fits:
             key = f"zero.extra.{section}.{name}"
             yield Problem(
                 key, clip(repr(values[name])), f"{name} must be {_TYPES[kind]}", "remove it to use the default"
-            )
-
-
-def _level(values: Mapping[str, object], prefix: str, known: tuple[str, ...]) -> Iterator[Problem]:
-    yield from _determined(values, prefix)
-    ours = [key.removeprefix(prefix) for key in DETERMINED if key.startswith(prefix)]
-    for name in values:
-        if name not in known and f"{prefix}{name}" not in (*DETERMINED, *UNSUPPORTED):
-            close = difflib.get_close_matches(name.lower(), [*known, *ours], n=1)
-            yield Problem(
-                f"zero.extra.{prefix}{name}",
-                "unknown key",
-                "extra takes keys of DeepSpeed's configuration",
-                f"did you mean {close[0]}?" if close else f"known: {', '.join(known or ours)}",
-            )
-
-
-def _determined(values: Mapping[str, object], prefix: str) -> Iterator[Problem]:
-    for name in values:
-        reason = UNSUPPORTED.get(f"{prefix}{name}")
-        if reason is not None:
-            yield Problem(f"zero.extra.{prefix}{name}", "not supported", reason, "remove it")
-        key = DETERMINED.get(f"{prefix}{name}")
-        if key is not None:
-            yield Problem(
-                f"zero.extra.{prefix}{name}",
-                "determined by the recipe",
-                f"{prefix}{name} is derived from {key}",
-                f"set {key} instead",
             )
