@@ -85,6 +85,8 @@ def another(model: Model, key: str) -> Any:
         return value / 2 or 0.5
     if isinstance(value, list):
         return value[::-1]
+    if isinstance(value, dict):
+        return {"softmax_scale": 0.5}
     if value is None:
         return 2
     values = get_args(Model.model_fields[key].annotation)

@@ -25,7 +25,7 @@ CODE_BUDGET = {
     "diagnosis": 1016,
     "doctor": 1159,
     "dryrun": 600,
-    "engine": 8697,
+    "engine": 8732,
     "evaluation": 1714,
     "faults": 600,
     "files": 50,
@@ -35,7 +35,7 @@ CODE_BUDGET = {
     "launch": 3175,
     "models": 4114,
     "plan": 5320,
-    "recipe": 8320,
+    "recipe": 8520,
     "report": 1828,
     "scaling": 400,
     "search": 2492,
@@ -46,7 +46,7 @@ CODE_BUDGET = {
 }
 """Most lines of code of each package; `.` are the modules beside the packages. Whoever needs more removes something, or
 raises the number and says in the commit why."""
-WORD_BUDGET = {"README.md": 770, "docs/": 78_755}
+WORD_BUDGET = {"README.md": 770, "docs/": 78_840}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 LOOPS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case, ast.comprehension)

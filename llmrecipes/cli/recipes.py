@@ -180,12 +180,14 @@ def _translate(source: Path, wanted: Wanted, out: Path, *, force: bool, as_json:
 def show(recipe: RecipeArgument, overrides: OverridesArgument = None, as_json: JsonOption = False) -> None:
     """Show a resolved recipe: every key with its value."""
     from llmrecipes.recipe.load import load, to_yaml
+    from llmrecipes.recipe.rules.extra_rules import not_verified
 
     loaded = load(recipe, overrides or [])
     if as_json:
         print(json.dumps({"recipe": loaded.recipe.model_dump(mode="json"), "hash": loaded.hash}, indent=2))
     else:
-        tables.show(f"# {loaded.path}, sha256 {loaded.hash[:12]}", to_yaml(loaded.recipe))
+        notes = [f"# {note}" for note in not_verified(loaded.recipe)]
+        tables.show(f"# {loaded.path}, sha256 {loaded.hash[:12]}", *notes, to_yaml(loaded.recipe))
 
 
 def clusters(as_json: JsonOption = False) -> None:

@@ -7,6 +7,7 @@ from pkgutil import resolve_name
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.builds import require_gpu_build
 from llmrecipes.packages import find_spec
+from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.engines import ENGINES, engine_name
 from llmrecipes.recipe.schema import Recipe
 
@@ -41,3 +42,16 @@ def require_installed(recipe: Recipe) -> None:
             rule=f"the engine {name} is optional: its packages are in the extra {engine.extra}",
             fix=f"make setup-{engine.extra} in the checkout, or pip install 'llmrecipes[{engine.extra}]'",
         )
+
+
+def require_fields(plan: Plan) -> None:
+    """Refuse what megatron-core refuses of `model.extra`, where it does not take a GPU to know: ranks check again.
+
+    Raises:
+        UserError: see `transformer_config` and `require_in_local_layers`.
+    """
+    if plan.recipe.model.extra and plan.device == "cpu":
+        from llmrecipes.engine.core.model.config import require_in_local_layers, transformer_config
+
+        require_in_local_layers(plan.recipe.model)
+        transformer_config(plan, on_gpu=False, transformer_engine=False)

@@ -250,8 +250,10 @@ class Family:
         """Keys that are exported with their default only, and have another value."""
         accounts = self.accounts()
         exported = accounts["needed"] | accounts["translated"] | accounts["free"]
+        rule = f"a model of type {self.name} must have the default, "
+        lost = "fields of megatron-core that a recipe has no key for would be lost"
         return [
-            Unsupported(f"model.{key}", value, f"a model of type {self.name} must have the default, {default}")
+            Unsupported(f"model.{key}", value, lost if key == "extra" else f"{rule}{default}")
             for key, default in defaults(type(model)).items()
             if key not in exported and (value := getattr(model, key)) != default
         ]

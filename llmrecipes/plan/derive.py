@@ -32,6 +32,7 @@ from llmrecipes.recipe.derived.stage_runs import stage_recipes
 from llmrecipes.recipe.derived.stages import Span, decay_iters, run_recipe, span_of
 from llmrecipes.recipe.rules.batch_rules import require_divisible
 from llmrecipes.recipe.rules.distill_rules import has_teacher, teacher_model
+from llmrecipes.recipe.rules.extra_rules import not_verified
 from llmrecipes.recipe.rules.optimizer_rules import require_fused_adam
 from llmrecipes.recipe.rules.preference_rules import has_reference
 from llmrecipes.recipe.rules.recipe_rules import obstacle_to_chunks
@@ -172,6 +173,7 @@ class Plan:
             *idle_modules(self.recipe, self.recompute_modules),
             *self._not_in_the_image(),
             *emulated_bf16(self.recipe, self.cluster),
+            *not_verified(self.recipe),
         )
 
     def _not_in_the_image(self) -> tuple[str, ...]:

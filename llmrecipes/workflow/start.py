@@ -12,7 +12,7 @@ from typing import Self
 
 from pydantic import ValidationError
 
-from llmrecipes.engine.requirements import require_packages
+from llmrecipes.engine.requirements import require_fields, require_packages
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.hardware.profile import COSTS, Costs, Profile
@@ -131,6 +131,8 @@ def prepare_start(
     plan = plan_run(recipe, machine.cluster, machine.ranks)
     recipe = plan.recipe  # what `recompute_granularity: auto` has become: the ranks do not choose again
     require_packages(recipe)
+    for stage in plan.stages:
+        require_fields(stage)
     require_packages_of_tracking(recipe)
     spec = new_spec(recipe, paths, options)
     if skip_finished and spec.run.is_finished(recipe.train):

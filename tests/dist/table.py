@@ -150,6 +150,7 @@ VARIANTS: dict[str, Sections] = {
     "gpt without weight tying": {"model": {"share_embeddings_and_output_weights": False}},
     "gpt with label smoothing": {"train": {"label_smoothing": 0.1}},
     "gpt with z-loss": {"train": {"z_loss_coeff": 0.05, "label_smoothing": 0.1}},
+    "gpt with extra fields": {"model": {"extra": {"softmax_scale": 0.5, "activation_func_clamp_value": 0.01}}},
     "gpt with more weights": {"model": _MORE},
     "gpt with muP": {"model": _MUP},
     "gpt with a growing batch": {"train": {"rampup_batch_size": [4, 2, 8], **_LONGER}},
@@ -428,6 +429,8 @@ def _rows() -> Iterator[Row]:
     for layout in ("tp2 sp pp2", "tp2 pp2 dp2", "cp2"):
         yield Row("gpt with z-loss", layout)
     yield Row("gpt with z-loss", "tp4 sp", _CHUNKS)
+    yield Row("gpt with extra fields", "tp2 sp")
+    yield Row("gpt with extra fields", "dp2", _zero(2), engine="deepspeed")
     # -- the loss in chunks --
     for variant, layout in (
         ("gpt", "tp2 sp pp2"), ("gpt", "tp2 pp2 dp2"), ("gpt", "pp2 vpp2 cp2 dp2"), ("llama", "tp2 sp cp2"),
@@ -795,6 +798,7 @@ CORE = frozenset(
 SIMILAR = {
     "gpt of 6 layers", "gpt of width 128", "gpt without weight tying", "gpt with label smoothing",
     "gpt with z-loss",
+    "gpt with extra fields",
     "gpt with more weights", "gpt in bf16", "gpt in fp16", "deepseek in bf16", "moe with muP",
     "moe with shared experts", "moe in every second layer", "moe in the last layer", "moe in bf16",
     "moe with room for all", "moe with padded capacity", "mixtral", "mtp", "mla with lora", "lora in bf16",

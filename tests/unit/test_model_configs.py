@@ -15,7 +15,7 @@ import pytest
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from packaging.version import Version
 
 from llmrecipes.engine.core.model.config import transformer_config
@@ -103,6 +103,8 @@ def test_every_field_of_every_recipe(golden: Callable[[str, Any], None], monkeyp
 
 
 def test_the_fields_that_messages_know_are_those_of_the_core() -> None:
-    classes = (TransformerConfig, ModelParallelConfig, OptimizerConfig, DistributedDataParallelConfig)
+    classes = (
+        MLATransformerConfig, TransformerConfig, ModelParallelConfig, OptimizerConfig, DistributedDataParallelConfig,
+    )  # fmt: skip
     assert set(core_fields()) == {field.name for each in classes for field in fields(each)}
     assert {each.__name__ for each in classes} == set(core_fields().values())

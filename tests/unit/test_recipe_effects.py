@@ -899,6 +899,7 @@ CASES: dict[str, Case] = {
     "zero.zero_quantized_gradients": Case(
         True, deepspeed, {**ZERO3, "train.precision": "fp16", "parallelism.grad_reduce_in_fp32": False}
     ),
+    "model.extra": Case({"softmax_scale": 0.5}, model),
     "zero.extra": Case({"comms_logger": {"enabled": True}}, deepspeed, ZERO2),
     "speed.bias_activation_fusion": Case(True, config, SWIGLU),
     "speed.bias_dropout_fusion": Case(True, config),

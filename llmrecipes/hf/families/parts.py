@@ -35,7 +35,7 @@ LATENT = _LATENT_SIZES | {"rope_type", *LATENT_YARN}
 """Keys of latent attention, with those of its rotation."""
 YARN = frozenset(key for key in Model.model_fields if key.startswith("yarn_"))
 """Keys of YaRN of other attention."""
-UNSUPPORTED = frozenset(key for key in Model.model_fields if key.startswith("mup_"))
+UNSUPPORTED = frozenset(key for key in Model.model_fields if key.startswith("mup_")) | {"extra"}
 """Keys that no family has: `default_only` of all."""
 EXPERT_KEYS = frozenset(key for key in Model.model_fields if key.startswith("moe_"))
 """Keys of experts, which have no effect without `num_moe_experts`: rules refuse another value than the default."""

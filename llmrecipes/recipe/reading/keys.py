@@ -29,7 +29,7 @@ from pydantic_core import core_schema
 
 from llmrecipes.recipe.document import MAX_KEY
 from llmrecipes.recipe.halves import half_of
-from llmrecipes.recipe.reading.core_fields import core_fields
+from llmrecipes.recipe.reading.core_fields import LATENT, OF_MODELS, core_fields
 from llmrecipes.recipe.reading.synonyms import synonym
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.sections.section import EXECUTION
@@ -320,8 +320,11 @@ def hint(name: str, document: type[BaseModel] = Recipe) -> Hint:
     same_name = namesake(name, document)
     if same_name.keys or same_name.note:
         return same_name
-    if owner := core_fields().get(name.rpartition(".")[2]):
-        return Hint(note=f"recipes have no key for this field of megatron-core's {owner}")
+    leaf = name.rpartition(".")[2]
+    if owner := core_fields().get(leaf):
+        taken = f"set model.extra.{leaf}: fields of megatron-core's {owner} without a key go there"
+        none = f"recipes have no key for this field of megatron-core's {owner}"
+        return Hint(note=taken if owner in (*OF_MODELS, LATENT) else none)
     close = nearest(name, document)
     return Hint((close,) if close else ())
 

@@ -47,7 +47,7 @@ BY_SHAPE = frozenset(
 BY_ARGUMENT = frozenset(
     {
         *_ROTARY, *_YARN, *LATENT_YARN, "rope_type", *_MUP, *_EXPERTS, "num_attention_heads", "num_query_groups",
-        "kv_channels", "rope_scaling", "rope_scaling_factor", "layernorm_epsilon", "activation_func",
+        "kv_channels", "rope_scaling", "rope_scaling_factor", "layernorm_epsilon", "activation_func", "extra",
     }
 )  # fmt: skip
 """Keys that only the arguments show; without an argument, a recipe has the default."""

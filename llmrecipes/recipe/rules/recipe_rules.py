@@ -15,6 +15,7 @@ from llmrecipes.recipe.rules import (
     checkpoint_rules,
     data_rules,
     distill_rules,
+    extra_rules,
     layout_rules,
     moe_rules,
     optimizer_kinds,
@@ -475,5 +476,5 @@ _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     zero_rules.engine, zero_rules.optimizer_sharding, zero_rules.pipeline, zero_rules.unsupported, zero_rules.offload,
     step_parts.unsupported,
     zero_rules.stages, zero_rules.zeropp, zero_rules.precision, zero_rules.extra, search_rules.check,
-    features.rules, optimizer_rules.types, optimizer_rules.qk_clip, optimizer_kinds.rules,
+    features.rules, extra_rules.rules, optimizer_rules.types, optimizer_rules.qk_clip, optimizer_kinds.rules,
 )  # fmt: skip

@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from llmrecipes.recipe.sections.only_with import OnlyWith
-from llmrecipes.recipe.sections.section import EXECUTION, NonNegFloat, PosFloat, PosInt, Probability, Section
+from llmrecipes.recipe.sections.section import (
+    EXECUTION,
+    JsonObject,
+    NonNegFloat,
+    PosFloat,
+    PosInt,
+    Probability,
+    Section,
+)
 
 
 class Model(Section):
@@ -200,6 +208,8 @@ class Model(Section):
     transformer_impl: Annotated[Literal["auto", "local", "transformer_engine"], EXECUTION] = "auto"
     """Layer implementation. `auto`: TransformerEngine if it is installed and the GPU supports it, but `local` with
     DeepSpeed and in fp32, which TransformerEngine would compute in TF32."""
+    extra: JsonObject = Field(default={})
+    """Further fields of megatron-core's `TransformerConfig`; those that the recipe already determines are refused."""
 
 
 TRAINING_ONLY = frozenset(

@@ -21,6 +21,7 @@ from llmrecipes.recipe.derived.degrees import multiples
 from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.load import load
+from llmrecipes.recipe.rules.extra_rules import inexact
 from llmrecipes.recipe.schema import Model, Recipe
 from llmrecipes.recipe.sections.model_section import TRAINING_ONLY
 from llmrecipes.recipe.variants.proxy import suffixed
@@ -276,6 +277,7 @@ def _impossible(small: Recipe, asked: dict[str, int]) -> Iterator[UserError]:
 
 def _unchanged(small: Recipe, grown: Recipe, keys: dict[str, Any]) -> Iterator[Problem]:
     """Growth changes sizes, not the rest of the model nor the meaning of token ids."""
+    yield from inexact(grown.model, "grow")
     free = TRAINING_ONLY - {"seq_length", "make_vocab_size_divisible_by", "moe_expert_capacity_factor"}
     if small.model.position_embedding_type != "learned_absolute" or small.model.max_position_embeddings:
         free |= {"seq_length"}

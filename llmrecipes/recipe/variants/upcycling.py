@@ -14,6 +14,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.load import Loaded, load
+from llmrecipes.recipe.rules.extra_rules import inexact
 from llmrecipes.recipe.schema import Model, Recipe
 from llmrecipes.recipe.variants.proxy import suffixed
 
@@ -67,6 +68,7 @@ def check(dense: Recipe, moe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "name", f"{moe.name!r} is the dense run's name", "the new model needs a different name", "remove name"
         )
+    yield from inexact(moe.model, "upcycle")
     yield from _router(moe.model)
     yield from _experts(moe.model)
     yield from _unchanged(dense, moe)

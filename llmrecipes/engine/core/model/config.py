@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from typing import Any
 
@@ -19,10 +20,14 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from llmrecipes.engine.core.model import groups
+from llmrecipes.engine.core.refusal import accepted
+from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.derived import stage_layout
 from llmrecipes.recipe.derived.shape import Mup, mup
-from llmrecipes.recipe.schema import Optimizer, Recipe
+from llmrecipes.recipe.reading.core_fields import converted, fields_of_model
+from llmrecipes.recipe.rules.extra_rules import CLASS, KEY, LACKED_BY_LOCAL_LAYERS
+from llmrecipes.recipe.schema import Model, Optimizer, Recipe
 from llmrecipes.recipe.speedups.features import SpeedTarget, resolve, values
 
 
@@ -74,6 +79,9 @@ def transformer_config(
         on_gpu: create parameters on the GPU and allow its fused kernels.
         transformer_engine: layers are TransformerEngine's.
         target: what decides on the features of `speed`; None: as in the CUDA image, or on a CPU with a compiler.
+
+    Raises:
+        UserError: megatron-core refuses what `model.extra` sets.
     """
     recipe = plan.recipe
     model, train = recipe.model, recipe.train
@@ -121,7 +129,8 @@ def transformer_config(
         options["moe_grouped_gemm"] = transformer_engine
         if recipe.lora is not None:
             options["moe_router_bias_update_rate"] = 0.0  # routers are frozen, biases included
-    with warnings.catch_warnings():
+    options |= _extra(model)
+    with accepted_by_core(model), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "use_mup is enabled, but custom", UserWarning)  # `init` scales the values
         config = kind(**options)
     if model.position_embedding_type == "yarn":
@@ -131,6 +140,33 @@ def transformer_config(
             if name.startswith("yarn_"):
                 setattr(config, name, value)
     return config
+
+
+def accepted_by_core(model: Model) -> AbstractContextManager[None]:
+    """A block in which megatron-core reads `model.extra`: see `accepted`."""
+    return accepted("megatron-core", KEY, model.extra, f"megatron-core checks how fields of its {CLASS} go together")
+
+
+def require_in_local_layers(model: Model) -> None:
+    """Refuse fields of `model.extra` that have no effect in local layers.
+
+    Raises:
+        UserError: there is one.
+    """
+    lacking = [name for name in model.extra if name in LACKED_BY_LOCAL_LAYERS]
+    if lacking:
+        raise UserError(
+            f"set for megatron-core's own layers: {', '.join(lacking)}",
+            where=KEY,
+            rule="only TransformerEngine's layers, which need a GPU, have them",
+            fix="remove them, or train where model.transformer_impl auto selects TransformerEngine",
+        )
+
+
+def _extra(model: Model) -> dict[str, Any]:
+    """Fields that `model.extra` sets."""
+    declared = fields_of_model(latent=model.multi_latent_attention) if model.extra else {}
+    return {name: converted(value, declared[name]) for name, value in model.extra.items()}
 
 
 def _speed(recipe: Recipe, target: SpeedTarget) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from llmrecipes.engine.base import WeightSource
 from llmrecipes.engine.core.checkpoint.slices import other_state
 from llmrecipes.engine.core.model import dropout
-from llmrecipes.engine.core.model.config import transformer_config
+from llmrecipes.engine.core.model.config import accepted_by_core, require_in_local_layers, transformer_config
 from llmrecipes.engine.core.model.dropout import Masks
 from llmrecipes.engine.core.model.fake_quantize import FakeQuantizer
 from llmrecipes.engine.core.model.frozen_parameters import freeze
@@ -302,7 +302,7 @@ def build(plan: Plan, platform: Platform, weights: WeightSource | None = None, *
 def construct_without_memory(plan: Plan) -> RecipeModel:
     """The whole model of one process, of local layers, as names and shapes: its parameters are on the meta device."""
     config = transformer_config(plan, on_gpu=False, transformer_engine=False)
-    with torch.device("meta"):
+    with accepted_by_core(plan.recipe.model), torch.device("meta"):
         return _chunk(plan, config, "local", None)
 
 
@@ -310,6 +310,8 @@ def construct(plan: Plan, platform: Platform) -> BuiltModel:
     """The model without defined values; arguments as `build`."""
     recipe = plan.recipe
     implementation, reason, target = software(plan, platform)
+    if implementation == "local" and (platform.device.type != "meta" or plan.device == "cpu"):
+        require_in_local_layers(recipe.model)
     config = transformer_config(
         plan,
         on_gpu=platform.device.type != "cpu",
@@ -318,7 +320,8 @@ def construct(plan: Plan, platform: Platform) -> BuiltModel:
     )
     chunks = recipe.parallelism.virtual_pipeline_model_parallel_size
     stages = range(chunks) if chunks else (None,)
-    modules = tuple(_chunk(plan, config, implementation, stage) for stage in stages)
+    with accepted_by_core(recipe.model):
+        modules = tuple(_chunk(plan, config, implementation, stage) for stage in stages)
     for module in modules:
         module.to(device=platform.device)
         for parameter in module.parameters():
@@ -454,6 +457,8 @@ def _chunk(plan: Plan, config: TransformerConfig, implementation: Any, stage: in
     if model.rope_scaling:  # Llama 3's, which `HybridModel` does not pass on
         rotary = module.rotary_pos_emb
         rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, factor=model.rope_scaling_factor)
+    if config.rotary_interleaved and (embedding := getattr(module, "rotary_pos_emb", None)) is not None:
+        embedding.rotary_interleaved = True  # which it does not pass on either
     module.label_smoothing = plan.recipe.train.label_smoothing
     module.z_loss_coeff = plan.recipe.train.z_loss_coeff
     module.logits = torch.nn.Identity()

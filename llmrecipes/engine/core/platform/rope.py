@@ -15,6 +15,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from llmrecipes.engine.core.platform.patching import replace, resolve
+from llmrecipes.errors import UserError
 from llmrecipes.hardware.builds import compiled_at_first_call
 
 ROPE = "megatron.core.models.common.embeddings.rope_utils"
@@ -63,7 +64,12 @@ def in_one_kernel(values: torch.Tensor, angles: torch.Tensor, interleaved: bool 
         interleaved: must be false.
     """
     if interleaved:
-        raise NotImplementedError("rotary_interleaved is not a key of a recipe")
+        raise UserError(
+            "rotary_interleaved in the fused kernel",
+            where="model.extra.rotary_interleaved",
+            rule="only TransformerEngine's kernel rotates neighbouring channels",
+            fix="speed.apply_rope_fusion=false",
+        )
     if torch.compiler.is_compiling():
         return one_pass(values, angles.cos(), angles.sin(), False)
     return _Rotation.apply(values, angles, 1.0, kernel)
