@@ -19,7 +19,7 @@ PAGES = ("README.md", "CHANGELOG.md", "benchmarks/RESULTS.md")
 CODE_BUDGET = {
     ".": 1303,
     "bench": 867,
-    "checkpoint": 1030,
+    "checkpoint": 1025,
     "cli": 3629,
     "data": 8022,
     "diagnosis": 1016,
@@ -35,14 +35,14 @@ CODE_BUDGET = {
     "launch": 3175,
     "models": 4114,
     "plan": 5320,
-    "recipe": 8520,
-    "report": 1828,
+    "recipe": 8525,
+    "report": 1838,
     "scaling": 400,
     "search": 2492,
     "tracking": 2539,
     "train": 2974,
     "verify": 650,
-    "workflow": 3622,
+    "workflow": 3624,
 }
 """Most lines of code of each package; `.` are the modules beside the packages. Whoever needs more removes something, or
 raises the number and says in the commit why."""

@@ -25,7 +25,7 @@ from llmrecipes.io import write_atomic
 from llmrecipes.plan.run_plan import RunPlan
 from llmrecipes.plan.speed.forecast import forecast_run
 from llmrecipes.plan.speed.search import Candidate, fastest
-from llmrecipes.recipe.load import Loaded, load, names, recipes_dir
+from llmrecipes.recipe.load import Loaded, hash_of, load, names, recipes_dir
 from llmrecipes.runfiles import PLAN
 from llmrecipes.tracking.run_environment import capture
 from llmrecipes.units import GIB
@@ -47,7 +47,7 @@ class CardPart(BaseModel):
 
     Attributes:
         command: that does it again.
-        recipe_hash: hash of the recipe that it was done with.
+        recipe_hash: hash of all keys of the recipe that it was done with.
         figures: what came out.
     """
 
@@ -235,7 +235,7 @@ def make(name: str, asked: Asked, runs_dir: Path, log: Log) -> Card:
     gpus = plan.world_size
     options = {"cluster": cluster, "gpus": str(gpus)}
     planned = _part(command_line("plan", name, options=options), loaded, _planned(plan, cluster))
-    if before is not None and (before.planned.figures, before.planned.recipe_hash) == (planned.figures, loaded.hash):
+    if before is not None and (before.planned.figures, before.planned.recipe_hash) == (planned.figures, _hash(loaded)):
         planned = before.planned
     parts: dict[str, CardPart | None] = {}
     if before is not None:
@@ -260,7 +260,7 @@ def make(name: str, asked: Asked, runs_dir: Path, log: Log) -> Card:
 def stale(name: str) -> str | None:
     """What changed since a card was written; None if nothing did."""
     card, loaded = read(name), load(name, [])
-    if card.planned.recipe_hash != loaded.hash:
+    if card.planned.recipe_hash != _hash(loaded):
         return "the recipe has changed"
     plan, _ = plan_on(loaded.recipe, nproc=card.gpus, cluster=card.cluster, nodes=None)
     now = _planned(plan, card.cluster)
@@ -328,9 +328,14 @@ def _part(command: str, loaded: Loaded, figures: dict[str, Any]) -> CardPart:
         command=command,
         commit=f"{str(git.get('commit') or 'unknown')[:12]}",
         date=datetime.now(UTC).date().isoformat(),
-        recipe_hash=loaded.hash,
+        recipe_hash=_hash(loaded),
         figures=figures,
     )
+
+
+def _hash(loaded: Loaded) -> str:
+    """Of the whole recipe: figures also depend on how it is executed."""
+    return hash_of(loaded.recipe.model_dump(mode="json"))
 
 
 def _command(part: PartName, name: str, plan: RunPlan, cluster: str) -> list[str]:

@@ -212,6 +212,8 @@ def comparison_lines(
     if comparison.differences:
         rows = [(key, *map(_value, values)) for key, values in comparison.differences.items()]
         yield _table([("recipe", *letters), *rows])
+        if comparison.same_experiment:
+            yield "the same experiment, executed otherwise"
     else:
         yield "the recipes are the same"
     for title, curves in (

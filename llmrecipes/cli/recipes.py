@@ -187,7 +187,7 @@ def show(recipe: RecipeArgument, overrides: OverridesArgument = None, as_json: J
         print(json.dumps({"recipe": loaded.recipe.model_dump(mode="json"), "hash": loaded.hash}, indent=2))
     else:
         notes = [f"# {note}" for note in not_verified(loaded.recipe)]
-        tables.show(f"# {loaded.path}, sha256 {loaded.hash[:12]}", *notes, to_yaml(loaded.recipe))
+        tables.show(f"# {loaded.path}, hash {loaded.hash[:12]}", *notes, to_yaml(loaded.recipe))
 
 
 def clusters(as_json: JsonOption = False) -> None:

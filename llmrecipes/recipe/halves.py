@@ -65,8 +65,10 @@ def half_of(name: str) -> Half:
 def recipe_key(name: str) -> str:
     """A key with `N` for an index; of a stage or a teacher the recipe's key that it changes."""
     parts = [_ITEM if part.isdecimal() else part for part in name.split(".")]
+    known = halves()
     for depth in range(2, len(parts)):
-        if parts[depth - 1] in Recipe.model_fields and ".".join(parts[:depth]) in _mappings():
+        is_mapping = ".".join(parts[:depth]) in known and ".".join(parts[: depth + 1]) not in known
+        if is_mapping and parts[depth - 1] in Recipe.model_fields:
             return ".".join(parts[depth - 1 :])
     return ".".join(parts)
 
@@ -84,20 +86,13 @@ def _defaults() -> dict[str, Any]:
     return {name: default for name, half, around, default in marked if half is LEARNED and around is EXECUTION}
 
 
-@cache
-def _mappings() -> frozenset[str]:
-    """Keys that are mappings from names to any value."""
-    return frozenset(name for name, _, _, default in _walk(Recipe, "", LEARNED) if default is dict)
-
-
 def _walk(section: type[Section], prefix: str, around: Half) -> Iterator[tuple[str, Half, Half, Any]]:
-    """Of each key its name, its half, that of its section, and its default; `dict` of a mapping."""
+    """Of each key its name, its half, that of its section, and its default."""
     for name, field in section.model_fields.items():
         half = next((mark for mark in field.metadata if isinstance(mark, Half)), around)
         inside = list(_sections(field.annotation))
-        for _, inner in inside:
-            half = inner.half or half
-        yield f"{prefix}{name}", half, around, dict if get_origin(field.annotation) is dict else field.default
+        half = next((inner.half for _, inner in inside if inner.half), half)
+        yield f"{prefix}{name}", half, around, field.default
         for item, inner in inside:
             yield from _walk(inner, f"{prefix}{name}{item}.", half)
 

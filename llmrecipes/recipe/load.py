@@ -15,15 +15,18 @@ from pydantic import BaseModel, ValidationError
 
 from llmrecipes.errors import UserError
 from llmrecipes.files import folder
+from llmrecipes.nested import leaves
 from llmrecipes.recipe import document
 from llmrecipes.recipe.derived import layer_pattern
 from llmrecipes.recipe.document import Kind, Problem
 from llmrecipes.recipe.engines import engine_name
+from llmrecipes.recipe.halves import half_of, learned_half
 from llmrecipes.recipe.reading import foreign
 from llmrecipes.recipe.reading.explain import explain
 from llmrecipes.recipe.reading.overrides import Override, apply, parse_override
 from llmrecipes.recipe.rules import recipe_rules, zero_rules
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.sections.section import EXECUTION
 from llmrecipes.recipe.sections.zero import Zero
 from llmrecipes.runfiles import RECIPE
 
@@ -32,6 +35,8 @@ logger = logging.getLogger(__name__)
 DEFAULTS_NOTE = "Omitted keys have their default values (docs/reference/keys.md)."
 OTHERS = (".sh", ".bash", ".slurm", ".sbatch", ".json", ".toml", ".txt")
 """Suffixes of other programs' configurations."""
+BESIDE = ("name", "description", "checkpoint", "tracking", "search")
+"""Sections and keys that compute nothing in a step."""
 RECIPES = Kind("recipe", "RECIPE", "recipes/", "name, model, train and optimizer")
 
 
@@ -186,11 +191,22 @@ def _drop_made_defaults(section: BaseModel, values: dict[str, Any]) -> None:
             values.pop(name, None)
 
 
+def executed(recipe: Recipe) -> dict[str, Any]:
+    """How steps are computed, where that differs from the defaults: values by dotted key."""
+    values = leaves(changed_values(recipe))
+    return {name: value for name, value in values if name.split(".")[0] not in BESIDE and half_of(name) is EXECUTION}
+
+
 def recipe_hash(recipe: Recipe) -> str:
-    """SHA-256 (hex) of the resolved recipe's canonical JSON, independent of comments, order and formatting."""
+    """SHA-256 (hex) of what is learned: the same however it is executed, and however the file is written."""
+    return hash_of(learned_half(recipe))
+
+
+def hash_of(values: Mapping[str, Any]) -> str:
+    """SHA-256 (hex) of plain values as canonical JSON."""
     import hashlib  # not at the top: `llmrecipes list` needs no hash
 
-    canonical = json.dumps(recipe.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 

@@ -133,7 +133,8 @@ def _differences(names: Sequence[str], compared: RunComparison) -> str:
         (key, *(value if isinstance(value, str) else json.dumps(value) for value in values))
         for key, values in compared.differences.items()
     ]
-    return webpage.table(("key", *names), rows)
+    same = training_sections.nothing("The same experiment, executed otherwise.") if compared.same_experiment else ""
+    return webpage.table(("key", *names), rows) + same
 
 
 def _figures(names: Sequence[str], compared: RunComparison, materials: Sequence[Material]) -> str:

@@ -32,6 +32,7 @@ class RecordedStart:
         rewound: the same process went back to a checkpoint.
         inferred: there is no note of it, only a gap.
         ranks, host: None: unknown.
+        changed: how its steps were computed otherwise than those of the start before it, in words.
     """
 
     begin: float
@@ -45,6 +46,7 @@ class RecordedStart:
     inferred: bool = False
     ranks: int | None = None
     host: str | None = None
+    changed: str = ""
 
 
 @dataclass
@@ -149,6 +151,7 @@ def _noted(records: Records, events: list[tuple[float, int]], times: Any, second
             rewound=same,
             ranks=None if ranks is None else int(ranks),
             host=host if isinstance(host, str) else None,
+            changed=_changed(notes[place - 1]["details"].get("executed"), details.get("executed")) if place else "",
         )
         if starts:
             _lost(starts[-1], details, start)
@@ -156,6 +159,14 @@ def _noted(records: Records, events: list[tuple[float, int]], times: Any, second
             start.first = max(start.first, start.begin)
         starts.append(start)
     return starts
+
+
+def _changed(then: Any, now: Any) -> str:
+    """The keys that differ between what two starts have recorded; those of the default are not among it."""
+    if not isinstance(then, dict) or not isinstance(now, dict):
+        return ""
+    keys = [key for key in {**then, **now} if then.get(key) != now.get(key)]
+    return ", ".join(f"{key} {then.get(key, 'default')} → {now.get(key, 'default')}" for key in keys)
 
 
 def _lost(before: RecordedStart, details: dict[str, Any], start: RecordedStart) -> None:

@@ -321,7 +321,8 @@ def time_line(material: Material) -> str:
     drawn = charts.timeline("Time line", rows, begin, end, (when(begin), when(end)))
     shown = past.starts[-STARTS_SHOWN:]
     left = f", the last {STARTS_SHOWN}" if len(past.starts) > len(shown) else ""
-    head = ("start", "began", "from step", "to step", "lasted", "before its first step", "lost steps", "ranks", "host")
+    head = ("start", "began", "from step", "to step", "lasted", "before its first step", "lost steps", "ranks", "host",
+            "executed otherwise")  # fmt: skip
     rows_of_starts = [_start(len(past.starts) - len(shown) + n + 1, start) for n, start in enumerate(shown)]
     table = webpage.table(head, rows_of_starts, numbers=range(2, 8), caption=f"Starts{left}")
     inferred = nothing("This run has no records of its starts; interruptions are inferred from gaps between steps.")
@@ -334,7 +335,7 @@ def _start(count: int, start: RecordedStart) -> tuple[object, ...]:
     return (
         f"{count}{kind}", when(start.begin), f"{start.from_step:,}", f"{start.to_step:,}",
         duration(start.end - start.begin),
-        duration(start.first - start.begin), lost, start.ranks or "unknown", start.host or "unknown",
+        duration(start.first - start.begin), lost, start.ranks or "unknown", start.host or "unknown", start.changed,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from llmrecipes.checkpoint.compatibility import Difference, differences
 from llmrecipes.errors import UserError
+from llmrecipes.recipe.halves import learned
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.sections.search_section import Search
 from llmrecipes.recipe.variants.proxy import suffixed
@@ -236,6 +237,13 @@ def basis(recipe: Recipe) -> dict[str, Any]:
     return redacted({**data, "search": {**measured, "space": space}})
 
 
+def _measured(basis: Mapping[str, Any]) -> dict[str, Any]:
+    """What trials are compared by. How they are executed only counts where their time is measured."""
+    if "train_seconds" in basis["search"].get("objectives", ()):
+        return {key: value for key, value in basis.items() if key != "name"}
+    return {**learned(basis), "search": basis["search"]}
+
+
 def _is_filled(study: optuna.Study) -> bool:
     """Whether a study that exists has its known points; one that has just been created gets them in a moment.
 
@@ -260,7 +268,7 @@ def changes(study: optuna.Study, recipe: Recipe) -> list[Difference]:
     """
     now = basis(recipe)
     searched = {dimension.key for dimension in require_section(recipe).space if not dimension.when}
-    changed = differences(now, _with_defaults(study.user_attrs.get(BASIS, now)))
+    changed = differences(_measured(now), _measured(_with_defaults(study.user_attrs.get(BASIS, now))))
     return [change for change in changed if change.key not in searched]
 
 
@@ -376,8 +384,8 @@ def _require_comparable(earlier: optuna.Study, recipe: Recipe) -> dict[str, Any]
     }
     changed = [
         difference
-        for difference in differences(now, then)
-        if difference.key not in {*searched, "name"} and not difference.key.startswith("search.space.")
+        for difference in differences(_measured(now), _measured(then))
+        if difference.key not in searched and not difference.key.startswith("search.space.")
     ]
     if changed:
         raise UserError(

@@ -42,6 +42,7 @@ from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.parameters import count_frozen
 from llmrecipes.plan.plan_table import degrees
 from llmrecipes.recipe.derived.batch_schedule import batch_schedule
+from llmrecipes.recipe.load import executed
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.variants.proxy import with_zero
 from llmrecipes.tracking.events import DECONTAMINATED, STARTED, Note, NoTracker, Tracker
@@ -368,6 +369,7 @@ def open_tracker(joined: Joined, engine: Engine, world: World, progress: Progres
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "process_seconds": round(process_seconds(), 3),
+            "executed": executed(engine.recipe),
             **{f"reached_{key}": value for key, value in tracker.reached.items()},
             **({"energy": used} if (used := tracker.energy.values()) else {}),
         }

@@ -12,6 +12,7 @@ from typing import Any
 
 from llmrecipes.checkpoint.compatibility import differences
 from llmrecipes.errors import UserError
+from llmrecipes.recipe.halves import learned
 from llmrecipes.rundir import Run
 from llmrecipes.tracking import status
 from llmrecipes.tracking.energy import Energy
@@ -90,10 +91,17 @@ class RunComparison:
     runs: tuple[ComparedRun, ...]
     differences: dict[str, tuple[Any, ...]]
 
+    @property
+    def same_experiment(self) -> bool | None:
+        """Whether the runs learn the same, however they are executed; None if a recipe cannot be read."""
+        halves = [None if run.recipe is None else learned(run.recipe) for run in self.runs]
+        return None if None in halves else all(half == halves[0] for half in halves)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return {
             "runs": [run.as_dict() for run in self.runs],
+            "same_experiment": self.same_experiment,
             "differences": [{"key": key, "values": list(values)} for key, values in self.differences.items()],
         }
 

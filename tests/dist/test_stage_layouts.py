@@ -120,6 +120,8 @@ def test_a_second_stage_of_another_layout_trains_what_one_process_does(
         "tensor 2 × data 1",
     ]
     assert "resized" not in {note["event"] for note in notes}
+    executed = [note["details"]["executed"] for note in notes if note["event"] == "started"]
+    assert [how.get("parallelism.tensor_model_parallel_size") for how in executed] == [None, 2]
 
 
 @pytest.mark.slow

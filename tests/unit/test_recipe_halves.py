@@ -10,7 +10,7 @@ import pytest
 from llmrecipes.checkpoint.compatibility import FREE, compatibility
 from llmrecipes.nested import leaves
 from llmrecipes.recipe.halves import half_of, halves, learned, learned_half
-from llmrecipes.recipe.load import load
+from llmrecipes.recipe.load import executed, load, recipe_hash
 from llmrecipes.recipe.reading.keys import keys
 from llmrecipes.recipe.sections.section import EXECUTION, LEARNED
 
@@ -35,7 +35,16 @@ def test_a_recipe_is_the_same_however_it_is_executed() -> None:
     base = load("gpt-1b").recipe
     assert learned_half(load("gpt-1b", list(OTHERWISE)).recipe) == learned_half(base)
     assert learned_half(load("gpt-1b", ["train.seed=7"]).recipe) != learned_half(base)
+    assert recipe_hash(load("gpt-1b", list(OTHERWISE)).recipe) == recipe_hash(base)
+    assert recipe_hash(load("gpt-1b", ["train.seed=7"]).recipe) != recipe_hash(base)
     assert learned_half(base)["model"]["num_layers"] == base.model.num_layers
+
+
+def test_how_steps_are_computed_is_what_differs_from_the_defaults() -> None:
+    found = executed(load("gpt-1b", list(OTHERWISE)).recipe)
+    expected = {"engine": "deepspeed", "zero.stage": 2, "data.num_workers": 0, "train.recompute_granularity": "full"}
+    assert expected.items() <= found.items()
+    assert not {"name", "description", "tracking.mlflow", "train.seed", "model.num_layers"} & found.keys()
 
 
 def test_a_value_counts_if_its_key_is_learned() -> None:

@@ -67,6 +67,20 @@ def test_a_study_is_continued_only_if_asked_for_and_only_by_its_recipe(tmp_path:
     assert len(ran(best, tmp_path, resume=True).trials) == 6
 
 
+@pytest.mark.parametrize("objective", ["valid_loss", "train_seconds"])
+def test_a_study_goes_on_in_another_layout_unless_it_measures_time(objective: str, tmp_path: Path) -> None:
+    recipe = searched(n_trials=2, objectives=[objective])
+    ran(recipe, tmp_path)
+    other = searched(n_trials=3, objectives=[objective])
+    other = other.model_copy(update={"train": other.train.model_copy(update={"micro_batch_size": 4})})
+    assert other.train.micro_batch_size != recipe.train.micro_batch_size
+    if objective == "valid_loss":
+        assert len(ran(other, tmp_path, resume=True).trials) == 3
+    else:
+        with refused(tmp_path / "runs/lab-search/lab/journal.log", rule="train.micro_batch_size"):
+            ran(other, tmp_path, resume=True)
+
+
 def first_optimizer(**changes: Any) -> Any:
     return searched().optimizer.model_copy(update=changes)
 
