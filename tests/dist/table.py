@@ -692,6 +692,10 @@ def _rows() -> Iterator[Row]:
         engine="deepspeed",
     )  # fmt: skip
     yield Row("gpt", "dp4", _zero(3, zero_hpz_partition_size=2), engine="deepspeed")
+    for key in ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"):
+        yield Row("gpt", "dp2", _zero(3, **{key: 10_000}), engine="deepspeed")
+    extra: dict[str, Any] = {"zero_optimization": {"contiguous_gradients": False}}
+    yield Row("gpt", "dp2", _zero(2, allgather_bucket_size=20_000, extra=extra), engine="deepspeed")
     yield Row("gpt", "dp2", {**_zero(3), "train": _FULL}, engine="deepspeed")
     unclipped: Sections = {"optimizer": {"clip_grad": 0.0}}
     yield Row("gpt", "dp2", {**_zero(2), **unclipped}, unclipped, why="the training itself", engine="deepspeed")
