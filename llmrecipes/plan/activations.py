@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from llmrecipes.plan.kernels import copies_keys, keeps_scores, kept_of_a_row, modules, own_layers
+from llmrecipes.plan.kernels import copies_keys, keeps_gathered, keeps_scores, kept_of_a_row, modules, own_layers
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.losses import tokens_of_a_micro_batch
 from llmrecipes.plan.machine_features import expected
@@ -274,7 +274,9 @@ class PerToken:
         shared = wide * s.moe_shared_ffn_hidden_size
         moved *= self.layout.expert_tensor_parallel_size  # whose ranks have each other's tokens too
         ranks = self._sequence_ranks
-        return router / ranks, moved / ranks, experts / ranks, shared / self.layout.tensor_model_parallel_size
+        gathered = self.gathered * (shared > 0 and keeps_gathered(self.recipe, self.device))
+        shared = shared / self.layout.tensor_model_parallel_size + gathered
+        return router / ranks, moved / ranks, experts / ranks, shared
 
     @cached_property
     def tables(self) -> float:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.layout import Layout, expected_layers
+from llmrecipes.plan.machine_features import expected
 from llmrecipes.recipe.derived.shape import Shape
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.speedups.features import value_of
 
 
 def own_layers(recipe: Recipe, device: str) -> bool:
@@ -78,6 +80,12 @@ def copies_keys(recipe: Recipe, s: Shape, device: str) -> bool:
     """Whether keys and values of groups are copied for each query: with such a mask, and by unfused attention."""
     copied = mask_per_token(recipe, s, device) > 0 or (device == "cuda" and keeps_scores(recipe, s, device))
     return copied and s.num_query_groups < s.num_attention_heads
+
+
+def keeps_gathered(recipe: Recipe, device: str) -> bool:
+    """Whether shared experts keep the tokens of all tensor-parallel ranks, which beside the all-to-all they gather
+    apart from their product, instead of gathering them once more."""
+    return bool(value_of("moe_shared_expert_overlap", recipe, expected(recipe, device)))
 
 
 def modules(recipe: Recipe, s: Shape, device: str) -> tuple[str, ...]:

@@ -126,7 +126,7 @@ def _moments(
             yield Peak(int(tokens * (stack_then - chunks[0].kept)), outputs=outputs, gradients=words)
         if last and turn == len(chunks) - 1:
             end, freed = stack + held * per.edge + ends, of_losses * (not s.mtp_num_layers)
-            buffer = int(tokens * per.gathered_tokens)
+            buffer = int(tokens * per.gathered_tokens) if any(layout.layers_per_stage[stage]) else 0
             yield Peak(int(tokens * end), kept_logits if frees else most_logits, kept_logits, outputs, buffer)
             if frees:
                 yield Peak(int(tokens * (end - freed)), most_logits, kept_logits, outputs, buffer)

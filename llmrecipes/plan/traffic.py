@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 from llmrecipes.plan.derive import Plan
-from llmrecipes.plan.kernels import own_layers, recomputed_layers
+from llmrecipes.plan.kernels import keeps_gathered, own_layers, recomputed_layers
 from llmrecipes.plan.losses import in_kernels
 from llmrecipes.plan.muon import collectives
 from llmrecipes.plan.parameters import (
@@ -105,7 +105,9 @@ def _of_micro_batch(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
                 continue
             routed = twice or "moe" in modules
             if plan.shape.moe_shared_ffn_hidden_size:
-                yield from _in("tensor", _split(plan, s.hidden_size, again=routed or "shared_experts" in modules))
+                once = keeps_gathered(plan.recipe, plan.device)
+                shared = _split(plan, s.hidden_size, again=routed or "shared_experts" in modules, once=once)
+                yield from _in("tensor", shared)
             yield from _experts(plan, again=routed)
             yield from _adapters(plan, experts=experts, again=twice)
     if stage == 0:
@@ -168,9 +170,10 @@ def _split_down(plan: Plan, *, again: bool) -> Iterator[Call]:
         yield Call("all-reduce", ranks, _activations(plan, model.qk_pos_emb_head_dim))
 
 
-def _split(plan: Plan, width: int, *, again: bool) -> Iterator[Call]:
-    """A matrix cut by columns, of inputs of some width, and one cut by rows, back to the residual stream."""
-    yield from _columns(plan, width, again=again)
+def _split(plan: Plan, width: int, *, again: bool, once: bool = False) -> Iterator[Call]:
+    """A matrix cut by columns, of inputs of some width that may be gathered only once, and one cut by rows, back to the
+    residual stream."""
+    yield from _columns(plan, width, again=again, trained=False if once else None)
     yield from _rows(plan, again=again)
 
 

@@ -239,6 +239,11 @@ SMALL_WORLDS: dict[str, partial[str]] = {
         "model.num_layers=2", "model.hidden_size=1024", "model.moe_ffn_hidden_size=4096", "model.seq_length=64",
         "train.micro_batch_size=1", "train.global_batch_size=4", world=2,
     ),
+    "shared experts beside the all-to-all": partial(
+        spec, "moe-tiny", "model.moe_shared_expert_intermediate_size=256", "train.micro_batch_size=4",
+        "parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true",
+        "parallelism.expert_tensor_parallel_size=1", "parallelism.expert_model_parallel_size=2", world=2,
+    ),
     "recomputed latent attention": partial(
         spec, "moe-tiny", "train.recompute_granularity=selective", "model.qk_head_dim=32",
         "model.qk_pos_emb_head_dim=16",
