@@ -47,10 +47,10 @@ def test_the_configuration_of_a_recipe(
 
 def test_extra_is_merged_into_the_sections() -> None:
     base = (*ADAMW, "zero.stage=2", "zero.extra.comms_logger={enabled: true}")
-    merged = config("gpt-tiny", *base, "zero.extra.zero_optimization.round_robin_gradients=true")
+    merged = config("gpt-tiny", *base, "zero.extra.zero_optimization.contiguous_gradients=false")
     plain = config("gpt-tiny", *base)
     assert plain["comms_logger"] == {"enabled": True}
-    assert merged["zero_optimization"] == {**plain["zero_optimization"], "round_robin_gradients": True}
+    assert merged["zero_optimization"] == {**plain["zero_optimization"], "contiguous_gradients": False}
 
 
 def test_changing_the_configuration_leaves_the_recipe_alone() -> None:

@@ -15,7 +15,7 @@ from llmrecipes.recipe.load import load, to_yaml
 from llmrecipes.recipe.reading.keys import keys
 from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.sections.zero import DETERMINED, INSIDE, Zero
+from llmrecipes.recipe.sections.zero import DETERMINED, INSIDE, UNSUPPORTED, Zero
 from tests.refusals import has_token, refused
 
 NAME = "gpt-tiny"
@@ -27,7 +27,7 @@ def test_extra_is_set_by_its_dotted_names_and_survives_a_resolved_recipe(tmp_pat
         [
             *ADAMW,
             "zero.stage=3",
-            "zero.extra.zero_optimization.round_robin_gradients=true",
+            "zero.extra.zero_optimization.contiguous_gradients=false",
             "zero.extra.comms_logger={enabled: true, prof_ops: [a, b]}",
             "zero.extra.comms_logger.prof_ops.1=c",
         ],
@@ -35,7 +35,7 @@ def test_extra_is_set_by_its_dotted_names_and_survives_a_resolved_recipe(tmp_pat
     zero = loaded.recipe.zero
     assert zero is not None
     assert zero.extra == {
-        "zero_optimization": {"round_robin_gradients": True},
+        "zero_optimization": {"contiguous_gradients": False},
         "comms_logger": {"enabled": True, "prof_ops": ["a", "c"]},
     }
     path = tmp_path / "recipe.yaml"
@@ -214,7 +214,8 @@ def test_what_is_refused(recipe: Recipe, key: str, tokens: str | tuple[str, ...]
         ({"zero_optimization": True}, "zero_optimization", "zero.stage"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size", "parallelism.context_parallel_size"),
         ({"coms_logger": {}}, "coms_logger", "comms_logger"),
-        ({"zero_optimization": {"round_robin": True}}, "zero_optimization.round_robin", "round_robin_gradients"),
+        ({"zero_optimization": {"contiguous": True}}, "zero_optimization.contiguous", "contiguous_gradients"),
+        ({"zero_optimization": {"round_robin_gradients": True}}, "zero_optimization.round_robin_gradients", ()),
         ({"zero_optimization": {"mics_shard_size": 2}}, "zero_optimization.mics_shard_size", ()),
         ({"aio": {"bloc_size": 1}}, "aio.bloc_size", "block_size"),
         ({"aio": {"block_size": True}}, "aio.block_size", ()),
@@ -277,7 +278,7 @@ def test_every_key_of_deepspeed_has_its_answer() -> None:
             alias = [call.value.value for call in calls if call.arg == "alias" and isinstance(call.value, ast.Constant)]
             names.add(str(alias[0]) if alias else node.target.id)
     assert len(names) > 40
-    answered = {key.removeprefix("zero_optimization.") for key in DETERMINED} | set(INSIDE)
+    answered = {key.removeprefix("zero_optimization.") for key in (*DETERMINED, *UNSUPPORTED)} | set(INSIDE)
     assert names <= answered
     assert set(INSIDE) <= names
 

@@ -158,7 +158,7 @@ TOP = (
 INSIDE = (
     "allgather_partitions", "contiguous_gradients", "enable_sanity_checks", "ignore_unused_parameters",
     "leaf_module", "log_trace_cache_warnings", "memory_efficient_linear", "offload_optimizer", "offload_param",
-    "override_module_apply", "parameter_alignment", "reduce_scatter", "round_robin_gradients",
+    "override_module_apply", "parameter_alignment", "reduce_scatter",
     "save_muon_momentum_buffer_in_memory", "stage3_allgather_sequential", "stage3_model_persistence_threshold",
     "stage3_module_granularity_threshold", "stage3_use_all_reduce_for_fetch_params",
     "use_multi_rank_bucket_allreduce",
@@ -170,6 +170,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "weight_quantization": "weights are always initialised and saved in train.precision",
     f"{SECTION}.offload_optimizer.ratio": "a checkpoint would lack the state that a ratio below 1 leaves on the GPU",
     f"{SECTION}.offload_optimizer.super_offload": "checkpoints of its optimizer are not supported",
+    f"{SECTION}.round_robin_gradients": "DeepSpeed 0.19.8 then finds other gradients than those of a parameter",
 }
 """Keys that DeepSpeed has and this engine cannot pass on, and why."""
 
