@@ -10,6 +10,7 @@ MAKEFLAGS += --no-print-directory
 
 TORCH ?=
 RECIPE ?= gpt-tiny
+LAYOUT ?=
 RUN ?=
 BENCH ?=
 NODES ?= 1
@@ -21,8 +22,9 @@ LAB ?=
 LLAMA_CPP ?=
 
 # Values are passed to the commands as quoted environment variables, and make expands nothing in them:
-# RECIPE and ARGS are data, never code.
+# RECIPE, LAYOUT and ARGS are data, never code.
 override RECIPE := $(value RECIPE)
+override LAYOUT := $(value LAYOUT)
 override RUN := $(value RUN)
 override BENCH := $(value BENCH)
 override NODES := $(value NODES)
@@ -33,7 +35,7 @@ override ARGS := $(value ARGS)
 override LAB := $(value LAB)
 override LLAMA_CPP := $(value LLAMA_CPP)
 override TORCH := $(value TORCH)
-export RECIPE RUN BENCH NODES CLUSTER IMAGE KUBERNETES ARGS LAB LLAMA_CPP TORCH
+export RECIPE LAYOUT RUN BENCH NODES CLUSTER IMAGE KUBERNETES ARGS LAB LLAMA_CPP TORCH
 
 # `.venv` has the newest Python there is; one that is named has its own environment.
 ifeq ($(origin PYTHON),undefined)
@@ -55,7 +57,7 @@ SETUP = python="$(PYTHON)" && python=$${python:-$$(tools/find_python.sh --instal
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
 	@echo
-	@echo "  Variables: RECIPE=gpt-tiny  ARGS=\"key.path=value --option\"  RUN=run-id  NODES=1  CLUSTER=name  PYTHON=python3.12"
+	@echo "  Variables: RECIPE=gpt-tiny  LAYOUT=auto  ARGS=\"key.path=value --option\"  RUN=run-id  NODES=1  CLUSTER=name  PYTHON=python3.12"
 
 setup: ## create the environment in .venv (updated when the lock file has changed); TORCH=cuda on a login node without GPUs
 	@$(SETUP)
@@ -76,16 +78,16 @@ $(VLLM)/setup.txt: requirements/vllm.txt | setup
 	@cp $< $@
 
 train: setup ## train RECIPE on this machine
-	@$(LLMRECIPES) train "$$RECIPE"
+	@$(LLMRECIPES) train "$$RECIPE" $${LAYOUT:+"layout=$$LAYOUT"}
 
 search: setup ## search hyperparameters of RECIPE, which has a section search: ARGS="--workers 2 --resume"
-	@$(LLMRECIPES) search "$$RECIPE"
+	@$(LLMRECIPES) search "$$RECIPE" $${LAYOUT:+"layout=$$LAYOUT"}
 
 smoke: setup ## rehearse a scaled-down RECIPE on CPU: train, save, resume, compare
-	@$(LLMRECIPES) smoke "$$RECIPE"
+	@$(LLMRECIPES) smoke "$$RECIPE" $${LAYOUT:+"layout=$$LAYOUT"}
 
 verify: setup ## check that RECIPE's parallel layout computes the same as one process
-	@$(LLMRECIPES) verify "$$RECIPE"
+	@$(LLMRECIPES) verify "$$RECIPE" $${LAYOUT:+"layout=$$LAYOUT"}
 
 punish: setup ## inject faults into short runs of RECIPE, and measure recovery: ARGS="--minutes 5"
 	@$(BIN)/python tools/with_args.py $(BIN)/python -m lab punish "$$RECIPE"
@@ -94,10 +96,10 @@ prepare: setup ## turn RECIPE's text into a tokenizer and token files
 	@$(LLMRECIPES) prepare "$$RECIPE"
 
 slurm: setup ## submit RECIPE to Slurm: NODES=4 CLUSTER=h100-ib ARGS="--time 8:00:00"
-	@$(LLMRECIPES) submit "$$RECIPE" --to slurm --nodes "$$NODES" $${CLUSTER:+--cluster "$$CLUSTER"}
+	@$(LLMRECIPES) submit "$$RECIPE" $${LAYOUT:+"layout=$$LAYOUT"} --to slurm --nodes "$$NODES" $${CLUSTER:+--cluster "$$CLUSTER"}
 
 k8s: setup ## submit RECIPE to Kubernetes: NODES=4 CLUSTER=h100-ib ARGS="--image REF@sha256:... --dry-run"
-	@$(LLMRECIPES) submit "$$RECIPE" --to k8s --nodes "$$NODES" $${CLUSTER:+--cluster "$$CLUSTER"}
+	@$(LLMRECIPES) submit "$$RECIPE" $${LAYOUT:+"layout=$$LAYOUT"} --to k8s --nodes "$$NODES" $${CLUSTER:+--cluster "$$CLUSTER"}
 
 image: ## build the container image: IMAGE=cpu or cuda, ARGS="--builder podman"
 	@python3 tools/with_args.py python3 tools/build_image.py "$$IMAGE"

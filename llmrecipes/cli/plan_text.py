@@ -79,6 +79,8 @@ def print_details(
     time = _time(loaded.recipe, plan, cluster, step_seconds, measure, predicted)
     held_out = _held_out(loaded.recipe)
     values = [*rows(plan), *_preparation(loaded.recipe, data), *held_out, *_communication(plan, sent), *time]
+    if plan.chosen is not None:
+        show(f"layout auto: {plan.chosen['text']}")
     show(f"Plan on {machine(cluster)}", TextTable([("what", "value", "from"), *values], right=(1,)))
     configured = configuration(plan.largest)
     if configured is not None:

@@ -129,6 +129,7 @@ def forecast_text(forecast: Forecast) -> str:
     lines = [
         ("GPUs", f"{world} × {forecast.device.name}"),
         ("layout", layout or "data 1"),
+        *([] if forecast.chosen is None else [("chosen", forecast.chosen["text"])]),
         ("memory of a rank", f"{values['memory_gib']['max']:.1f} GiB, {'fits' if values['fits'] else 'does NOT fit'}"),
     ]
     if not values["fits"]:  # it would have no speed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ class RunPlan:
 
     recipe: Recipe
     stages: tuple[Plan, ...]
+    chosen: Mapping[str, Any] | None = None
+    """What `layout: auto` has chosen, with its reason as `text`; None: nothing."""
 
     def __str__(self) -> str:
         """The table of `llmrecipes plan --details`."""
@@ -90,7 +93,7 @@ class RunPlan:
         """Plain data for plan.json and `show --json`: the largest stage, with the totals of the run."""
         stages = {"stages": [stage_facts(plan) for plan in self.stages]} if self.recipe.stages else {}
         of_run = {"total_tokens": self.total_tokens, "fits": self.fits, "warnings": list(self.warnings)}
-        return {**self.largest.as_dict(), **of_run, **stages}
+        return {**self.largest.as_dict(), **of_run, **stages, "chosen": self.chosen}
 
 
 def derive_run(recipe: Recipe, world_size: int, cluster: Cluster) -> RunPlan:

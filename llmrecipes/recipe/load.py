@@ -21,7 +21,7 @@ from llmrecipes.recipe.derived import layer_pattern
 from llmrecipes.recipe.document import Kind, Problem
 from llmrecipes.recipe.engines import engine_name
 from llmrecipes.recipe.halves import half_of, learned_half
-from llmrecipes.recipe.reading import foreign
+from llmrecipes.recipe.reading import foreign, layouts
 from llmrecipes.recipe.reading.explain import explain
 from llmrecipes.recipe.reading.overrides import Override, apply, parse_override
 from llmrecipes.recipe.rules import recipe_rules, zero_rules
@@ -126,9 +126,13 @@ def _loaded(parsed: document.ParsedDocument, path: Path, overrides: Sequence[str
     ignored: list[str] = []
     if isinstance(data, dict):
         for change in changes:
+            if change.key == "layout":
+                layouts.replace(data, change.value)
+        for change in changes:
             problem = apply(data, change)
             if problem:
                 problems.append(problem)
+        problems += layouts.take(data, parsed.lines)
         pattern, wrong = layer_pattern.take(data)
         problems += wrong
         try:
@@ -151,8 +155,12 @@ def _loaded(parsed: document.ParsedDocument, path: Path, overrides: Sequence[str
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """The resolved recipe, with all defaults, as YAML that `load` accepts."""
-    return document.dump(recipe.model_dump(mode="json"))
+    """The resolved recipe as YAML that `load` accepts: all defaults but those that `layout: auto` is to replace."""
+    values = recipe.model_dump(mode="json")
+    for section, names in layouts.undecided(recipe).items():
+        for name in names:
+            values[section].pop(name)
+    return document.dump(values)
 
 
 def short(recipe: Recipe, comments: Mapping[str, str] | None = None, header: str = "") -> str:

@@ -26,6 +26,7 @@ from llmrecipes.recipe.sections.section import (
     EXECUTION,
     LEARNED,
     AlarmVariable,
+    JsonObject,
     NonNegFloat,
     NonNegInt,
     PosFloat,
@@ -172,7 +173,7 @@ class Train(Section):
 
     train_iters: PosInt
     """Number of optimizer steps."""
-    micro_batch_size: Annotated[PosInt, EXECUTION]
+    micro_batch_size: Annotated[PosInt, EXECUTION] = 1
     """Sequences per forward pass of a data-parallel rank."""
     global_batch_size: PosInt
     """Sequences per optimizer step; must be a multiple of `micro_batch_size` × data-parallel size. The quotient is the
@@ -420,6 +421,8 @@ class Tracking(Section):
 
 
 NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
+AUTO = "auto"
+"""The `layout` that is chosen for the machine."""
 
 
 class Recipe(Section):
@@ -450,3 +453,10 @@ class Recipe(Section):
     search: Search | None = None
     stages: Annotated[tuple[Stage, ...], Field(strict=False)] = ()
     """Parts of the run with different values of some keys, in order; unset: a single stage."""
+    layout: Annotated[Annotated[str, Field(min_length=1)] | None, EXECUTION] = None
+    """Which of `layouts` sets the keys that say how the recipe is executed, or `auto`: degrees, micro-batch and
+    recomputation that are not set are chosen for the GPUs of the run, the fastest that fit. Set on the command line
+    (`layout=auto`), it replaces those of the file. Unset: as set in their sections."""
+    layouts: Annotated[dict[Annotated[str, Field(pattern=NAME)], JsonObject], EXECUTION] = Field(default={})
+    """Named layouts for `layout`: keys of `parallelism`, `speed`, recomputation, `micro_batch_size`, `torch_compile`
+    and `loss_chunk_tokens` without their sections, and `zero`."""

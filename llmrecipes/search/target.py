@@ -18,10 +18,11 @@ from llmrecipes.launch.registry import launcher
 from llmrecipes.launch.run_options import JOB_OPTIONS, taken
 from llmrecipes.plan.check import check_run
 from llmrecipes.plan.derive import default_world_size
-from llmrecipes.plan.run_plan import RunPlan, derive_run
+from llmrecipes.plan.run_plan import RunPlan
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.runfiles import RunFiles
+from llmrecipes.workflow.plan import laid_out
 from llmrecipes.workflow.run import Paths
 from llmrecipes.workflow.submit import submit
 
@@ -78,7 +79,8 @@ class Target:
             Infeasible: it cannot run there.
         """
         try:
-            plan = derive_run(recipe, self.ranks or default_world_size(recipe, self.site), self.site)
+            ranks = self.ranks or default_world_size(recipe, self.site)
+            plan = laid_out(recipe, ranks, self.site, self.profile)
         except UserError as error:
             raise Infeasible(str(error)) from error
         try:
@@ -102,7 +104,7 @@ class Target:
         path = RunFiles.of(self.paths.runs_dir.resolve(), recipe.name, run_id).recipe_file
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, to_yaml(recipe))
+            write_atomic(path, to_yaml(recipe if plan.chosen is None else plan.recipe))
         planned = self._planned((str(path),), plan)
         share = self._share(plan, slot) if self.is_local else {}
         options, launcher_options = taken(self.launcher_options)

@@ -39,6 +39,8 @@ class RunSpec(RunOptions, RankSpec):
     """GPUs of an NVLink domain of several nodes, which a profile knows and no rank detects."""
     predicted: dict[str, Any] | None = None
     """`Forecast.record` of that plan; None: nothing is known of the machine's speed."""
+    chosen: dict[str, Any] | None = None
+    """`RunPlan.chosen` of that plan."""
     costs: Costs | None = None
     """Of the profile; None: energy has no carbon, and is not estimated."""
     stop_after: Annotated[int, Field(gt=0)] | None = None

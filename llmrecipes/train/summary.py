@@ -350,7 +350,7 @@ def open_tracker(joined: Joined, engine: Engine, world: World, progress: Progres
     spec = joined.spec
     made = engine.implementation
     layers = {"transformer_impl": made.name, "transformer_impl_reason": made.reason}
-    plan_values = {**joined.plan.as_dict(), **layers, "predicted": spec.predicted}
+    plan_values = {**joined.plan.as_dict(), **layers, "predicted": spec.predicted, "chosen": spec.chosen}
     predicted = {} if spec.predicted is None else {"predicted": json.dumps(spec.predicted)}
     with RunTracker.open(
         spec.recipe,

@@ -24,10 +24,10 @@ from llmrecipes.launch.environment import detected_environment, missing
 from llmrecipes.launch.local import run_ranks
 from llmrecipes.launch.ranks import from_slurm
 from llmrecipes.plan.derive import default_world_size
-from llmrecipes.plan.run_plan import derive_run
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import NAME
 from llmrecipes.units import GIB, KIB, MIB
+from llmrecipes.workflow.plan import laid_out
 
 LATENCY, LINK = "64KiB,1MiB,16MiB", "256MiB"
 """Default sizes; the last one measures links, and takes seconds over those of a laptop."""
@@ -73,7 +73,7 @@ def measure(spec: BenchSpec, nproc: int | None) -> str | None:
             rank = from_slurm(os.environ)
             os.environ.update(rank.variables())
             cluster = detect().times(rank.world_size // rank.local_world_size)
-            plan = derive_run(spec.recipe, rank.world_size, cluster)
+            plan = laid_out(spec.recipe, rank.world_size, cluster, None)
             local_spec = spec.model_copy(update={"out": Path(name), "recipe": plan.largest.recipe})
             os.environ.update(missing(detected_environment(cluster, plan), os.environ))
             from llmrecipes.bench.bench_worker import run
@@ -83,7 +83,7 @@ def measure(spec: BenchSpec, nproc: int | None) -> str | None:
         cluster = detect()
         ranks = default_world_size(spec.recipe, cluster) if nproc is None else nproc
         require_packages(spec.recipe)
-        plan = derive_run(spec.recipe, ranks, cluster)  # rejects inconsistent settings before a process starts
+        plan = laid_out(spec.recipe, ranks, cluster, None)  # rejects inconsistent settings before a process starts
         local_spec = spec.model_copy(update={"out": Path(name), "recipe": plan.largest.recipe})
         path = local_spec.out / "spec.json"
         path.write_text(local_spec.model_dump_json(), "utf-8")

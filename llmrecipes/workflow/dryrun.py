@@ -66,6 +66,7 @@ def dry_run(
             the dry run failed, which leaves nothing behind.
     """
     run, machine = plan_on(recipe, nproc=None, cluster=cluster, nodes=nodes)
+    recipe = run.recipe
     plan = run.largest
     title = recipe.name
     if stage is None and plan.span is not None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.machine import planned
+from llmrecipes.hardware.profile import Profile
 from llmrecipes.packages import find_spec
 from llmrecipes.plan.communication import Communication, communication
 from llmrecipes.plan.derive import default_world_size
 from llmrecipes.plan.run_plan import RunPlan, derive_run
+from llmrecipes.plan.speed.choice import choose
 from llmrecipes.recipe.derived.degrees import least_ranks
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.units import MIB
@@ -91,7 +93,15 @@ def plan_on(recipe: Recipe, *, nproc: int | None, cluster: str | None, nodes: in
     """
     machine = planned(cluster, nodes, nproc or least_ranks(recipe))
     ranks = default_world_size(recipe, machine) if nproc is None else nproc
-    return derive_run(recipe, ranks, machine), machine
+    return laid_out(recipe, ranks, machine, None if cluster is None else load_profile(cluster)), machine
+
+
+def laid_out(recipe: Recipe, ranks: int, machine: Cluster, profile: Profile | None) -> RunPlan:
+    """The plan of a recipe with what `layout: auto` chooses for these ranks; arguments and errors as of `choose`."""
+    choice = choose(recipe, machine, ranks, profile)
+    if choice is None:
+        return derive_run(recipe, ranks, machine)
+    return replace(derive_run(choice.recipe, ranks, machine), chosen=choice.as_dict())
 
 
 def communication_on(plan: RunPlan, machine: Cluster, cluster: str | None) -> Communication | None:

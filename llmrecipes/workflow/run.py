@@ -15,11 +15,12 @@ from llmrecipes.checkpoint.manifest import Manifest
 from llmrecipes.errors import UserError
 from llmrecipes.faults.signals import StoppedEarly
 from llmrecipes.hardware.cluster import Cluster
+from llmrecipes.hardware.profile import Profile
 from llmrecipes.launch.ranks import Node
 from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.plan.check import check_fewer, check_run, require_elastic_world
 from llmrecipes.plan.derive import default_world_size
-from llmrecipes.plan.run_plan import RunPlan, derive_run
+from llmrecipes.plan.run_plan import RunPlan
 from llmrecipes.recipe.derived.stage_runs import stage_recipes
 from llmrecipes.recipe.derived.stages import decay_iters
 from llmrecipes.recipe.engines import engine_name, without_zero
@@ -29,6 +30,7 @@ from llmrecipes.rundir import Run
 from llmrecipes.runfiles import checked_run_id
 from llmrecipes.train.completeness import require_complete
 from llmrecipes.train.spec import RunSpec
+from llmrecipes.workflow.plan import laid_out
 from llmrecipes.workflow.restarts import newest_local
 
 logger = logging.getLogger(__name__)
@@ -61,13 +63,14 @@ class TrainOptions:
     run: RunOptions = field(default_factory=RunOptions)
 
 
-def plan_run(recipe: Recipe, cluster: Cluster, ranks: int | None = None) -> RunPlan:
+def plan_run(recipe: Recipe, cluster: Cluster, ranks: int | None = None, profile: Profile | None = None) -> RunPlan:
     """Plan a recipe, and reject what cannot work.
 
     Args:
         recipe: the resolved recipe.
         cluster: all nodes of the run together.
         ranks: ranks of all nodes; None: `default_world_size`.
+        profile: for `layout: auto`; None: the GPU's data file.
 
     Raises:
         UserError: the layout or the batch does not fit the ranks, or the run does not fit the machine; or it would not
@@ -77,10 +80,10 @@ def plan_run(recipe: Recipe, cluster: Cluster, ranks: int | None = None) -> RunP
     elastic = recipe.train.elastic is not None
     if elastic:
         require_elastic_world(recipe, ranks)
-    plan = derive_run(recipe, ranks, cluster)
+    plan = laid_out(recipe, ranks, cluster, profile)
     check_run(plan, cluster)
     if elastic:
-        check_fewer(recipe, ranks, cluster)
+        check_fewer(plan.recipe, ranks, cluster)
     if recipe.checkpoint.also_export is not None:
         _require_exportable(plan)
     return plan

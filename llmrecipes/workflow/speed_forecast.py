@@ -49,7 +49,7 @@ def of_recipe(
         UserError: the recipe, the profile or the layout is wrong.
     """
     plan, _ = plan_on(load(recipe, overrides).recipe, nproc=gpus, cluster=cluster, nodes=nodes)
-    predicted = forecast_run(plan, None if cluster is None else load_profile(cluster))
+    predicted = replace(forecast_run(plan, None if cluster is None else load_profile(cluster)), chosen=plan.chosen)
     if usd_per_gpu_hour is None:
         return predicted
     return replace(predicted, cost_usd=usd_per_gpu_hour * predicted.gpu_hours)

@@ -70,6 +70,7 @@ class PreparedStart:
             "planned": plan.facts(),
             "nvlink_domain": plan.cluster.nvlink_domain,
             "predicted": record_of(plan, machine.profile),
+            "chosen": plan.chosen,
             "costs": costs(plan.recipe, machine.profile),
         }
         return cls(spec.model_copy(update=known), plan, machine, variables)
@@ -128,7 +129,9 @@ def prepare_start(
         Finished: with `skip_finished`.
         UserError: nothing was started. A directory that was created for it is removed.
     """
-    plan = plan_run(recipe, machine.cluster, machine.ranks)
+    plan = plan_run(recipe, machine.cluster, machine.ranks, machine.profile)
+    if plan.chosen is not None:
+        log(f"layout auto: {plan.chosen['text']}")
     recipe = plan.recipe  # what `recompute_granularity: auto` has become: the ranks do not choose again
     require_packages(recipe)
     for stage in plan.stages:

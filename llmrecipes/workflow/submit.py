@@ -28,7 +28,9 @@ from llmrecipes.launch.job import handle
 from llmrecipes.launch.registry import LAUNCHERS, launcher
 from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.plan.check import gib
+from llmrecipes.plan.speed.choice import Choice, choose, overrides_of
 from llmrecipes.recipe.load import load
+from llmrecipes.recipe.reading.overrides import parse_override
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.runfiles import RunFiles, checked_run_id
 from llmrecipes.workflow.run import (
@@ -101,8 +103,19 @@ def plan_for(
             f"{ranks_per_node} ranks on {profile.gpus_per_node} GPUs", where="--ranks-per-node", rule="one rank per GPU"
         )
     site = machine(profile, nodes)
-    plan = plan_run(loaded, site, nodes * (ranks_per_node or profile.ranks_per_node))
+    ranks = nodes * (ranks_per_node or profile.ranks_per_node)
+    choice = choose(loaded, site, ranks, profile)
+    if choice is not None:
+        overrides = _with_layout(recipe, overrides, choice)
+        loaded = load(recipe, overrides).recipe
+    plan = replace(plan_run(loaded, site, ranks), chosen=None if choice is None else choice.as_dict())
     return PlannedForCluster((recipe, *overrides), cluster, profile, site, plan, nodes)
+
+
+def _with_layout(recipe: str, overrides: list[str], choice: Choice) -> list[str]:
+    """Overrides with which the job has the layout that was chosen here, whatever it would choose there."""
+    others = ["layout=null", *(override for override in overrides if parse_override(override).key != "layout")]
+    return [*others, *overrides_of(load(recipe, others).recipe, choice)]
 
 
 def plan_on_this_machine(recipe: str, overrides: list[str], nodes: int, ranks: int | None = None) -> Planned:

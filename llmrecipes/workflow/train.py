@@ -154,7 +154,7 @@ def start_with_restarts(ready: PreparedStart, max_restarts: int, log: Log, recip
             resized, machine = "", ready.machine
             if recipe.train.elastic is not None:
                 cluster = replace(detect(), nvlink_domain=machine.cluster.nvlink_domain)
-                plan = plan_run(recipe, cluster, elastic_size(recipe, len(cluster.gpus) or None, ends))
+                plan = plan_run(recipe, cluster, elastic_size(recipe, len(cluster.gpus) or None, ends), machine.profile)
                 spec = spec.model_copy(update={"recipe": plan.recipe})
                 ready = PreparedStart.of(spec, plan, replace(machine, cluster=cluster))
                 ranks = plan.world_size
@@ -300,7 +300,7 @@ def _profile_of(name: str, recipe: Recipe, ranks: int, local: Cluster, nodes: in
             fix="without --cluster the run is planned for this machine; to plan only: "
             + command_line("plan", recipe.name, options={"cluster": name}),
         )
-    plan_run(recipe, site, ranks)
+    plan_run(recipe, site, ranks, profile)
     return profile
 
 

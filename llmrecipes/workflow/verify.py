@@ -108,7 +108,8 @@ def verify(
         )
     cluster = detect()
     small = verified_recipe(recipe, options.iters, cluster.device)
-    plan = plan_run(small, cluster, _ranks(small, options.nproc, cluster)).largest
+    run_plan = plan_run(small, cluster, _ranks(small, options.nproc, cluster))
+    small, plan = run_plan.recipe, run_plan.largest
     one = reference_recipe(small, plan.layout.data_parallel_size)
     plan_run(one, cluster, 1)
     for variant in (one, small):

@@ -1223,6 +1223,8 @@ NAMES = {
     "data.steps": "its items have lines of their own",
     "data.valid_sources": "its items have lines of their own",
     "data.valid_sources.N.weight": "refused",
+    "layout": "sets other keys: test_recipe_layouts.py",
+    "layouts": "sets other keys: test_recipe_layouts.py",
     "stages": "its items have lines of their own",
     "optimizer.groups": "its items have lines of their own",
     "search.space": "its items have lines of their own",

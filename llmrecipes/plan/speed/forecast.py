@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,6 +57,8 @@ class Forecast:
     calibration: Calibration | None = None
     stages: tuple[Forecast, ...] = ()
     """Of a run with stages, of each; plan, step and memory are then those of the largest."""
+    chosen: Mapping[str, Any] | None = None
+    """`RunPlan.chosen`."""
     slower: float = 1.0
     """On a GPU without fitted runs: how many times as long a step takes with the slowest shares that it may have."""
     faster: float = 1.0
@@ -199,6 +202,7 @@ class Forecast:
             "co2_t": self.co2_t,
             "limit": self.limit,
             "problems": self.problems,
+            "chosen": self.chosen,
             **({"stages": [_of_stage(stage) for stage in self.stages]} if self.stages else {}),
         }
 

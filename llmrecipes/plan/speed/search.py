@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import chain, count
@@ -32,6 +32,7 @@ MOST_MICRO_BATCH = 8
 MOST_PIPELINE = 64
 MOST_CONTEXT = 16
 MOST_CHUNKS = 10
+ZERO = "zero"
 WRITTEN_CHUNKS = (1, 2, 3, 4, 6, 8)
 """Chunks of a stage for which the stages are cut by what they compute: any number would do, and few are enough."""
 SHORTEST = 8192
@@ -44,6 +45,12 @@ class Candidate:
 
     recipe: Recipe
     forecast: Forecast
+
+    @property
+    def offloads(self) -> bool:
+        """Whether it keeps optimizer state or parameters in main memory or on a disk."""
+        zero = self.recipe.zero
+        return zero is not None and (zero.offload_optimizer, zero.offload_param) != ("none", "none")
 
     @property
     def key(self) -> str:
@@ -68,8 +75,7 @@ class Candidate:
         zero = self.recipe.zero
         if zero is None:
             return [] if self.recipe.parallelism.use_distributed_optimizer else ["unsharded optimizer"]
-        moved = zero.offload_optimizer != "none" or zero.offload_param != "none"
-        return [f"ZeRO {zero.stage}", *(["offload"] if moved else [])]
+        return [f"ZeRO {zero.stage}", *(["offload"] if self.offloads else [])]
 
     def _recomputed(self) -> list[str]:
         plan = self.forecast.plan
@@ -84,7 +90,9 @@ def powers(most: int) -> list[int]:
     return [1 << exponent for exponent in range(max(1, most).bit_length())]
 
 
-def candidates(recipe: Recipe, ranks: int, near: int, *, offload: bool = False) -> Iterator[Recipe]:
+def candidates(
+    recipe: Recipe, ranks: int, near: int, *, offload: bool = False, kept: Collection[str] = ()
+) -> Iterator[Recipe]:
     """Layouts with the recipe's global batch, not yet checked against rules or memory.
 
     Args:
@@ -92,9 +100,10 @@ def candidates(recipe: Recipe, ranks: int, near: int, *, offload: bool = False) 
         ranks: that all candidates use.
         near: GPUs of an NVLink domain, the most for tensor parallelism.
         offload: keep optimizer state in main memory, with ZeRO of a stage from 1 on.
+        kept: see `fastest`.
     """
-    for shards in _sharded(recipe, offload):
-        yield from _degrees(shards, ranks, near)
+    for shards in [recipe] if ZERO in kept else _sharded(recipe, offload):
+        yield from _degrees(shards, ranks, near, kept)
 
 
 def _sharded(recipe: Recipe, offload: bool) -> Iterator[Recipe]:
@@ -126,8 +135,20 @@ def with_zero(recipe: Recipe, zero: Zero, stage: int, offload: bool) -> Recipe:
     return sharded.model_copy(update={"parallelism": sharded.parallelism.model_copy(update=parallel)})
 
 
-def _degrees(recipe: Recipe, ranks: int, near: int) -> Iterator[Recipe]:
+def _degrees(recipe: Recipe, ranks: int, near: int, kept: Collection[str] = ()) -> Iterator[Recipe]:
+    for candidate in _all_degrees(recipe, ranks, near, keep_recomputed="recompute_granularity" in kept):
+        if all(
+            getattr(section, name) == getattr(own, name)
+            for section, own in ((candidate.parallelism, recipe.parallelism), (candidate.train, recipe.train))
+            for name in kept
+            if name in type(own).model_fields
+        ):
+            yield candidate
+
+
+def _all_degrees(recipe: Recipe, ranks: int, near: int, *, keep_recomputed: bool) -> Iterator[Recipe]:
     model = recipe.model
+    recomputations = [{}] if keep_recomputed else [recomputation(), recomputation("auto")]
     batch = recipe.train.global_batch_size
     contexts = [c for c in powers(MOST_CONTEXT) if c == 1 or model.seq_length // c >= SHORTEST // 2]
     contexts = sorted({*contexts, recipe.parallelism.context_parallel_size})
@@ -160,7 +181,7 @@ def _degrees(recipe: Recipe, ranks: int, near: int) -> Iterator[Recipe]:
                         for micro in sorted({*powers(MOST_MICRO_BATCH), recipe.train.micro_batch_size}):
                             if (batch // (ranks // dense)) % micro:
                                 continue
-                            for recomputed in (recomputation(), recomputation("auto")):
+                            for recomputed in recomputations:
                                 train = recipe.train.model_copy(update={"micro_batch_size": micro, **recomputed})
                                 yield recipe.model_copy(update={"parallelism": parallelism, "train": train})
 
@@ -243,11 +264,23 @@ def _end_in_layers(recipe: Recipe) -> float:
     return (1 + s.mtp_num_layers) * s.vocab_size * s.hidden_size / layer + s.mtp_num_layers
 
 
-def fastest(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None, number: int) -> list[Candidate]:
+def fastest(
+    recipe: Recipe,
+    cluster: Cluster,
+    ranks: int,
+    profile: Profile | None,
+    number: int,
+    kept: Collection[str] = (),
+    within: float = math.inf,
+) -> list[Candidate]:
     """The fastest layouts that fit with `LEAST_HEADROOM`, best first; at most `number`.
 
     Offload by a recipe with `zero` is tried only where nothing fits without it: the time of its copies and of the
     update on the CPU is not known.
+
+    Args:
+        kept: names of keys of `parallelism` and `train`, and `zero`, that all layouts have as the recipe has them.
+        within: none after the first that takes longer than the fastest by this fraction.
 
     Raises:
         UserError: none does, with the least number of GPUs found for which one does; or the recipe has stages.
@@ -259,12 +292,14 @@ def fastest(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | Non
             rule="--search compares layouts of a run without stages",
             fix="stages=[] with the model and train keys of the longest stage",
         )
-    results = _fitting(recipe, candidates(recipe, ranks, cluster.gpus_per_domain), cluster, ranks, profile, number)
-    if not results and recipe.zero is not None:
-        offloaded = candidates(recipe, ranks, cluster.gpus_per_domain, offload=True)
+    near = cluster.gpus_per_domain
+    tried = candidates(recipe, ranks, near, kept=kept)
+    results = _fitting(recipe, tried, cluster, ranks, profile, number, within)
+    if not results and recipe.zero is not None and ZERO not in kept:
+        offloaded = candidates(recipe, ranks, near, offload=True, kept=kept)
         results = _fitting(recipe, offloaded, cluster, ranks, profile, number)
     if not results:
-        if next(candidates(recipe, ranks, cluster.gpus_per_domain), None) is None:
+        if next(candidates(recipe, ranks, near), None) is None:
             raise UserError(
                 f"no layout of {ranks} GPUs",
                 where="--search",
@@ -275,27 +310,42 @@ def fastest(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | Non
             f"no layout of {ranks} GPUs fits",
             where="--search",
             rule="a rank's state and activations must fit on its GPU",
-            fix=f"{_smallest(recipe, cluster, ranks, profile)}{_by_zero(recipe, cluster, ranks, profile)}",
+            fix=f"{_smallest(recipe, cluster, ranks, profile)}{_zero_hint(recipe, cluster, ranks, profile)}",
         )
     return results
 
 
-def _by_zero(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None) -> str:
-    """How a recipe without `zero` fits with it on the same GPUs, by DeepSpeed; empty: it does not."""
-    if recipe.zero is not None:
+def _zero_hint(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None) -> str:
+    candidate = by_zero(recipe, cluster, ranks, profile)
+    if candidate is None:
         return ""
+    keys = " ".join(chain.from_iterable(changes(recipe, candidate.recipe).values()))
+    unknown = " (offload time is unknown)" if candidate.offloads else ""
+    return f"; or DeepSpeed on these GPUs: {keys}{unknown}"
+
+
+def by_zero(
+    recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None, kept: Collection[str] = ()
+) -> Candidate | None:
+    """How a recipe without `zero` fits with it on the same GPUs, by DeepSpeed; None: it does not, or has `zero`."""
+    if recipe.zero is not None:
+        return None
     for offload in (False, True):
         sharded = with_zero(recipe, Zero(stage=3, extra={}), 3, offload)
-        degrees = _degrees(sharded, ranks, cluster.gpus_per_domain)
+        degrees = _degrees(sharded, ranks, cluster.gpus_per_domain, kept)
         for candidate in _fitting(sharded, degrees, cluster, ranks, profile, 1):
-            keys = " ".join(chain.from_iterable(changes(recipe, candidate.recipe).values()))
-            unknown = " (offload time is unknown)" if offload else ""
-            return f"; or DeepSpeed on these GPUs: {keys}{unknown}"
-    return ""
+            return candidate
+    return None
 
 
 def _fitting(
-    recipe: Recipe, recipes: Iterable[Recipe], cluster: Cluster, ranks: int, profile: Profile | None, number: int
+    recipe: Recipe,
+    recipes: Iterable[Recipe],
+    cluster: Cluster,
+    ranks: int,
+    profile: Profile | None,
+    number: int,
+    within: float = math.inf,
 ) -> list[Candidate]:
     fitting: list[Candidate] = []
     order = count()
@@ -319,6 +369,8 @@ def _fitting(
                 heappush(queue, (prediction.step.seconds, next(order), candidate, prediction))
             continue
         fitting.append(Candidate(candidate, prediction))
+        if prediction.step.seconds > fitting[0].forecast.step.seconds * (1 + within):
+            break
     return fitting
 
 

@@ -1,0 +1,130 @@
+"""`layout: auto`: what a recipe does not say about how it is executed, chosen for the GPUs of a run."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmrecipes.errors import UserError
+from llmrecipes.hardware.cluster import Cluster
+from llmrecipes.hardware.profile import Profile
+from llmrecipes.plan.speed.device import SpeedUnknownError
+from llmrecipes.plan.speed.search import ZERO, Candidate, by_zero, changes, fastest
+from llmrecipes.recipe.derived.degrees import model_parallel_size
+from llmrecipes.recipe.reading.layouts import CHOSEN, undecided
+from llmrecipes.recipe.schema import Recipe
+
+ALIKE = 0.01
+"""A third of the median error of predicted times."""
+_COMPARED = 24
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The layout that was chosen, and the one that would have been next.
+
+    Predicted times that differ by less than `ALIKE` are equal; of such layouts the simplest is chosen.
+    """
+
+    chosen: Candidate
+    alike: int
+    """Layouts that are as fast, itself included."""
+    following: Candidate | None
+    """The fastest of the slower ones; None: there is none, or too many are as fast."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe with the layout; all keys of `CHOSEN` are set in it, so that none is chosen again."""
+        recipe = self.chosen.recipe
+        sections = {
+            section: getattr(recipe, section).model_copy(
+                update={name: getattr(getattr(recipe, section), name) for name in names}
+            )
+            for section, names in CHOSEN.items()
+        }
+        return recipe.model_copy(update=sections)
+
+    def __str__(self) -> str:
+        """One line: what was chosen, and why."""
+        if self.chosen.offloads:
+            return f"{self.chosen.key}: nothing fits without offload, whose time is unknown"
+        fastest = f"simplest of the {self.alike} fastest" if self.alike > 1 else "fastest"
+        why = f"{fastest} that fit{'' if self.alike > 1 else 's'}"
+        text = f"{self.chosen.key}: {why}, {self.chosen.forecast.as_dict()['mfu_full']:.0%} MFU predicted"
+        return text if self.following is None else f"{text}; next {self.following.key}, {self._slower:.1%} slower"
+
+    @property
+    def _slower(self) -> float:
+        if self.following is None:
+            return 0.0
+        return self.following.forecast.step.seconds / self.chosen.forecast.step.seconds - 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """For plan.json."""
+        following = None if self.following is None else {"layout": self.following.key, "slower": self._slower}
+        return {"layout": self.chosen.key, "next": following, "text": str(self)}
+
+
+def _kept(recipe: Recipe, open_keys: Mapping[str, list[str]]) -> Iterator[str]:
+    """Names of the keys that all layouts have as the recipe has them."""
+    for section, names in CHOSEN.items():
+        yield from (name for name in names if name not in open_keys[section])
+    if "use_distributed_optimizer" in recipe.parallelism.model_fields_set:
+        yield "use_distributed_optimizer"
+    if recipe.zero is not None:
+        yield ZERO
+
+
+def choose(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None) -> Choice | None:
+    """The fastest layout that fits, of those that keep what the recipe sets.
+
+    With ZeRO of DeepSpeed only where nothing fits without it, and with its offload only where that does not fit either.
+
+    Args:
+        ranks: ranks of the run, all of which the layout uses.
+        profile: the cluster's links and coefficients; None: those of the GPU's data file.
+
+    Returns:
+        None: the recipe does not ask for it, sets everything, or runs on processors, where nothing is known of a
+        layout's speed.
+
+    Raises:
+        UserError: the recipe has stages, nothing is known of the GPU's speed, or no layout fits.
+    """
+    open_keys = undecided(recipe)
+    if not any(open_keys.values()) or not cluster.gpus:
+        return None
+    kept = frozenset(_kept(recipe, open_keys))
+    if recipe.stages:
+        raise UserError(
+            "auto for a recipe with stages",
+            where="layout",
+            rule="layouts are compared by the time of one step, which differs between stages",
+            fix="layout=null, or a name of layouts",
+        )
+    try:
+        best = fastest(recipe, cluster, ranks, profile, _COMPARED, kept, ALIKE)
+    except SpeedUnknownError:
+        raise
+    except UserError as error:
+        candidate = by_zero(recipe, cluster, ranks, profile, kept)
+        if candidate is None:
+            raise UserError(error.what, where="layout auto", rule=error.rule, fix=error.fix) from error
+        best = [candidate]
+    alike = [each for each in best if each.forecast.step.seconds <= best[0].forecast.step.seconds * (1 + ALIKE)]
+    return Choice(min(alike, key=_complexity), len(alike), next(iter(best[len(alike) :]), None))
+
+
+def _complexity(candidate: Candidate) -> tuple[bool, int, int, int]:
+    """Stages cut by hand, ranks of a replica and chunks of a stage, memory: what a person would rather have less of."""
+    parallel = candidate.recipe.parallelism
+    chunks = parallel.virtual_pipeline_model_parallel_size or 1
+    cut = parallel.pipeline_model_parallel_layout is not None
+    return cut, model_parallel_size(parallel), chunks, candidate.forecast.plan.memory.total
+
+
+def overrides_of(before: Recipe, choice: Choice) -> list[str]:
+    """Overrides that make the recipe with the layout of one with the defaults of all keys that are chosen."""
+    return [word for words in changes(before, choice.recipe).values() for text in words for word in shlex.split(text)]

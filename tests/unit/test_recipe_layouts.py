@@ -1,0 +1,203 @@
+"""`layout`: named layouts of a recipe, and `auto`, which the planner chooses for the GPUs of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llmrecipes.hardware.load import load_profile
+from llmrecipes.hardware.machine import machine, planned
+from llmrecipes.plan.speed.choice import ALIKE, choose
+from llmrecipes.plan.speed.search import fastest
+from llmrecipes.recipe.load import load, names, to_yaml
+from llmrecipes.recipe.reading.layouts import CHOSEN
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.workflow.plan import plan_on
+from llmrecipes.workflow.submit import plan_for
+from tests.refusals import refused
+
+BASE = """\
+name: blocks
+model: {num_layers: 4, hidden_size: 256, num_attention_heads: 4, seq_length: 128, vocab_size: 512}
+parallelism: {tensor_model_parallel_size: 2, sequence_parallel: true, overlap_grad_reduce: true}
+train: {train_iters: 10, micro_batch_size: 4, global_batch_size: 16, recompute_granularity: selective}
+optimizer: {lr: 1e-3}
+"""
+LAYOUTS = """\
+layouts:
+  stages: {pipeline_model_parallel_size: 2, micro_batch_size: 2}
+  zero3: {zero: {stage: 3, reduce_bucket_size: 1000000}, overlap_grad_reduce: false}
+"""
+
+
+def written(folder: Path, *more: str) -> str:
+    path = folder / "blocks.yaml"
+    path.write_text("".join((BASE, *more)), "utf-8")
+    return str(path)
+
+
+def test_a_layout_of_the_command_line_replaces_the_keys_of_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, LAYOUTS)
+    recipe = load(path, ["layout=stages"]).recipe
+    assert recipe.parallelism.pipeline_model_parallel_size == 2
+    assert recipe.parallelism.tensor_model_parallel_size == 1
+    assert not recipe.parallelism.sequence_parallel
+    assert recipe.parallelism.overlap_grad_reduce, "which a layout may set, and this one does not"
+    assert recipe.train.micro_batch_size == 2
+    assert recipe.train.recompute_granularity is None
+    assert load(path, ["layout=null"]).recipe.parallelism.tensor_model_parallel_size == 1
+    assert load(path).recipe.parallelism.tensor_model_parallel_size == 2
+
+
+def test_a_layout_of_the_file_sets_only_what_the_file_does_not(tmp_path: Path) -> None:
+    recipe = load(written(tmp_path, LAYOUTS, "layout: stages\n")).recipe
+    assert recipe.parallelism.tensor_model_parallel_size == 2
+    assert recipe.parallelism.pipeline_model_parallel_size == 2
+    assert recipe.train.micro_batch_size == 4
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_other_overrides_take_precedence_over_a_layout(tmp_path: Path, order: int) -> None:
+    overrides = ["layout=zero3", "zero.stage=2", "train.micro_batch_size=1"][::order]
+    recipe = load(written(tmp_path, LAYOUTS), overrides).recipe
+    assert recipe.zero is not None
+    assert (recipe.zero.stage, recipe.zero.reduce_bucket_size) == (2, 1_000_000)
+    assert recipe.train.micro_batch_size == 1
+
+
+def test_a_recorded_recipe_has_its_layout_once(tmp_path: Path) -> None:
+    recipe = load(written(tmp_path, LAYOUTS), ["layout=zero3", "train.micro_batch_size=1"]).recipe
+    recorded = tmp_path / "recipe.yaml"
+    recorded.write_text(to_yaml(recipe), "utf-8")
+    assert load(str(recorded)).recipe == recipe
+
+
+def test_unknown_layouts_and_wrong_keys_of_any_layout_are_refused(tmp_path: Path) -> None:
+    with refused("layout", rule="layout=zero3"):
+        load(written(tmp_path, LAYOUTS), ["layout=zero"])
+    with refused("layout"):
+        load(written(tmp_path), ["layout=stages"])
+    with refused("layouts.a.micro_batch", rule="micro_batch_size"):
+        load(written(tmp_path, "layouts: {a: {micro_batch: 2}}\n"))
+    with refused("layouts.a.micro_batch_size"):
+        load(written(tmp_path, "layouts: {a: {micro_batch_size: two}}\n"))
+    with refused("layouts.a.zero.stage"):
+        load(written(tmp_path, "layouts: {a: {zero: {stage: 7}}}\n"))
+    with refused("layouts.a.lr"):
+        load(written(tmp_path, "layouts: {a: {lr: 2.0}}\n"))
+    with refused("layouts.auto"):
+        load(written(tmp_path, "layouts: {auto: {micro_batch_size: 2}}\n"))
+
+
+def test_a_wrong_value_of_the_layout_in_use_is_named_with_its_line(tmp_path: Path) -> None:
+    path = written(tmp_path, "layouts:\n  a:\n    micro_batch_size: two\n")
+    with refused("train.micro_batch_size") as caught:
+        load(path, ["layout=a"])
+    assert f"{path}:8" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_shipped_layouts_are_valid(name: str) -> None:
+    for layout in load(name).recipe.layouts:
+        load(name, [f"layout={layout}"])
+
+
+H100 = "h100-ib"
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "overrides"),
+    [
+        ("gpt-1b", 1, ()),
+        ("llama3-8b", 1, ()),
+        ("llama3-8b", 2, ("parallelism.tensor_model_parallel_size=4",)),
+        ("llama3-8b", 2, ("train.micro_batch_size=2", "train.recompute_granularity=full",
+                          "train.recompute_method=uniform", "train.recompute_num_layers=1")),
+        ("mixtral-8x7b", 8, ("parallelism.pipeline_model_parallel_size=1",)),
+    ],
+)  # fmt: skip
+def test_auto_is_as_fast_as_the_fastest_and_keeps_what_is_set(
+    name: str, nodes: int, overrides: tuple[str, ...]
+) -> None:
+    profile = load_profile(H100)
+    site = machine(profile, nodes)
+    recipe = load(name, ["layout=auto", *overrides]).recipe
+    choice = choose(recipe, site, 8 * nodes, profile)
+    assert choice is not None
+    plan, _ = plan_on(recipe, nproc=None, cluster=H100, nodes=nodes)
+    assert plan.fits
+    assert plan.world_size == 8 * nodes
+    assert plan.chosen is not None
+    assert plan.chosen["text"] == str(choice)
+    set_here = [override.partition("=")[0].split(".") for override in overrides]
+    for section, key in set_here:
+        assert getattr(getattr(plan.recipe, section), key) == getattr(getattr(recipe, section), key)
+    kept = [key for _, key in set_here]
+    best = fastest(recipe, site, 8 * nodes, profile, 1, kept)[0].forecast.step.seconds
+    assert choice.chosen.forecast.step.seconds <= best * (1 + ALIKE)
+    assert choose(choice.recipe, site, 8 * nodes, profile) is None, "all is set"
+
+
+def test_without_auto_nothing_is_chosen() -> None:
+    plan, _ = plan_on(load("llama3-70b").recipe, nproc=None, cluster=H100, nodes=4)
+    assert plan.chosen is None
+    assert plan.recipe.parallelism == load("llama3-70b").recipe.parallelism
+
+
+def test_nothing_is_chosen_for_processors() -> None:
+    recipe = load("gpt-tiny", ["layout=auto"]).recipe
+    plan, _ = plan_on(recipe, nproc=2, cluster="laptop", nodes=1)
+    assert plan.chosen is None
+    assert plan.recipe.train.micro_batch_size == 1
+
+
+def test_zero_and_offload_are_chosen_only_where_nothing_else_fits() -> None:
+    recipe = load("gpt-1b", ["layout=auto"]).recipe
+    roomy, _ = plan_on(recipe, nproc=None, cluster="rtx-4090", nodes=8)
+    assert roomy.recipe.zero is None
+    one, _ = plan_on(recipe, nproc=None, cluster="rtx-4090", nodes=1)
+    assert one.fits
+    assert one.recipe.zero is not None
+    assert one.recipe.zero.offload_optimizer == "cpu"
+    assert not one.recipe.parallelism.overlap_grad_reduce
+
+
+def test_what_cannot_be_chosen_is_refused() -> None:
+    with refused("layout", rule="layout=null"):
+        plan_on(load("deepseek-v3-stages", ["layout=auto"]).recipe, nproc=None, cluster=H100, nodes=128)
+    with refused("layout auto"):  # 70 billion parameters on one small GPU
+        plan_on(load("llama3-70b", ["layout=auto"]).recipe, nproc=None, cluster="rtx-4090", nodes=1)
+
+
+def test_a_submitted_job_has_the_layout_that_was_planned() -> None:
+    """Whatever it would choose on its nodes: `plan_for` gives it the keys themselves."""
+    planned_job = plan_for("llama3-8b", ["layout=auto", "train.train_iters=50"], H100, 2)
+    name, *overrides = planned_job.asked
+    assert "layout=auto" not in overrides
+    recipe = load(name, overrides).recipe
+    assert recipe.train.train_iters == 50
+    assert _layout(recipe) == _layout(choose_for("llama3-8b", 2))
+    assert planned_job.plan.chosen is not None
+
+
+def choose_for(name: str, nodes: int) -> Recipe:
+    profile = load_profile(H100)
+    choice = choose(load(name, ["layout=auto"]).recipe, planned(H100, nodes, 1), 8 * nodes, profile)
+    assert choice is not None
+    return choice.recipe
+
+
+def _layout(recipe: Recipe) -> dict[str, object]:
+    return {name: getattr(getattr(recipe, section), name) for section, keys in CHOSEN.items() for name in keys}
+
+
+def test_the_recipe_of_a_choice_reads_back_with_nothing_left_to_choose(tmp_path: Path) -> None:
+    recipe = choose_for("llama3-8b", 1)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(to_yaml(recipe), "utf-8")
+    assert yaml.safe_load(path.read_text("utf-8"))["layout"] == "auto"
+    again = load(str(path)).recipe
+    assert again == recipe
+    assert choose(again, planned(H100, 1, 1), 8, load_profile(H100)) is None
