@@ -34,15 +34,15 @@ CODE_BUDGET = {
     "hf": 1956,
     "launch": 3175,
     "models": 4114,
-    "plan": 5320,
-    "recipe": 8525,
+    "plan": 5460,
+    "recipe": 8680,
     "report": 1838,
     "scaling": 400,
     "search": 2492,
     "tracking": 2539,
     "train": 2974,
     "verify": 650,
-    "workflow": 3624,
+    "workflow": 3660,
 }
 """Most lines of code of each package; `.` are the modules beside the packages. Whoever needs more removes something, or
 raises the number and says in the commit why."""

@@ -9,7 +9,8 @@ from itertools import chain
 from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import LEAST_HEADROOM, Plan, derive
 from llmrecipes.plan.speed.forecast import forecast
-from llmrecipes.plan.speed.search import MOST_PIPELINE, changes, stage_cuts, with_zero
+from llmrecipes.plan.speed.search import MOST_PIPELINE, changes, with_zero
+from llmrecipes.plan.speed.stage_cuts import stage_cuts
 from llmrecipes.recipe.rules import recipe_rules
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.sections.zero import Zero
