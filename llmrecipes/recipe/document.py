@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
@@ -271,6 +271,8 @@ class Kind:
     argument: str
     folder: str
     least: str
+    gone: Mapping[str, str] = field(default_factory=dict)
+    """Names that there were, and what is to be written for them."""
 
     @property
     def rule(self) -> str:
@@ -297,6 +299,10 @@ def find(name_or_path: str, directory: Path, kind: Kind) -> Path:
     if len(name_or_path) <= MAX_KEY and path.exists():
         return path
     known = names(directory)
+    if name_or_path in kind.gone:
+        raise UserError(
+            f"there is no such {kind.name} any more", where=name_or_path, rule=kind.rule, fix=kind.gone[name_or_path]
+        )
     if name_or_path in known:  # a link to a file that is gone
         return path
     close = get_close_matches(name_or_path, known, n=3, cutoff=0.4)

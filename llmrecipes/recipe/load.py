@@ -37,7 +37,12 @@ OTHERS = (".sh", ".bash", ".slurm", ".sbatch", ".json", ".toml", ".txt")
 """Suffixes of other programs' configurations."""
 BESIDE = ("name", "description", "checkpoint", "tracking", "search")
 """Sections and keys that compute nothing in a step."""
-RECIPES = Kind("recipe", "RECIPE", "recipes/", "name, model, train and optimizer")
+_GONE = {
+    "gpt-1b-zero3": "gpt-1b layout=zero3",
+    "gpt-1b-offload": "gpt-1b layout=offload-24gb",
+    "llama3-8b-zero2": "llama3-8b layout=zero2",
+}
+RECIPES = Kind("recipe", "RECIPE", "recipes/", "name, model, train and optimizer", _GONE)
 
 
 @dataclass(frozen=True)

@@ -314,7 +314,7 @@ def test_the_fingerprint_names_what_tokens_depend_on(tmp_path: Path) -> None:
 FINGERPRINTS = {
     "deepseek-v3": "6505063ec341ff63", "deepseek-v3-stages": "6505063ec341ff63", "dpo-tiny": "9331fda8bd260a62",
     "gpt-125m": "e8748d117c2e12bc", "gpt-175b": "70595a14fd208982",
-    "gpt-1b": "50cf77ce8bf4dab8", "gpt-1b-offload": "ce6552c55a273260", "gpt-1b-zero3": "50cf77ce8bf4dab8",
+    "gpt-1b": "50cf77ce8bf4dab8",
     "gpt-350m": "28e410495dbe5aa3", "gpt-7b": "eb00ecaeac22369b", "gpt-tiny": "619f01c5c4e786c3",
     "gpt-tiny-3d": "619f01c5c4e786c3", "gpt-tiny-clean": "8ed9bd2e007bc37b", "gpt-tiny-continual": "9ad4a700dd16caf0",
     "gpt-tiny-distil": "619f01c5c4e786c3",
@@ -323,7 +323,7 @@ FINGERPRINTS = {
     "gpt-tiny-zero": "619f01c5c4e786c3", "llama3-405b": "e9a04ce9369b4268",
     "llama3-405b-stages": "e9a04ce9369b4268",
     "llama3-70b": "a88fa0fbce25a57a", "llama3-70b-lora": "2e20199d94211cd3", "llama3-8b": "05d63dc73c412c24",
-    "llama3-8b-sft": "da6555392b4551b1", "llama3-8b-zero2": "05d63dc73c412c24", "lora-tiny": "e93af2d959391b57",
+    "llama3-8b-sft": "da6555392b4551b1", "lora-tiny": "e93af2d959391b57",
     "mixtral-8x7b": "1029466590c9fb7d", "moe-tiny": "619f01c5c4e786c3", "qwen3-30b-a3b": "5579a4ed6ca3a4c5",
     "sft-tiny": "3643945026750bf7",
 }  # fmt: skip

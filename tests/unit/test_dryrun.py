@@ -515,7 +515,7 @@ def test_what_cannot_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path
         (("gpt-tiny", "--rank", "0", "--stages"), "--rank", "--stages"),
         (("gpt-tiny", "--cluster", "no-such-cluster"), "no-such-cluster", "recipes/clusters/"),
         (("gpt-tiny", "parallelism.tensor_model_parallel_size=3"), TENSOR, "num_attention_heads"),
-        (("gpt-1b-offload",), "zero.offload_optimizer", "zero.offload_optimizer=none"),
+        (("gpt-1b", "layout=offload-24gb"), "zero.offload_optimizer", "zero.offload_optimizer=none"),
         (("gpt-tiny-zero", "zero.offload_param=cpu"), "zero.offload_param", "zero.offload_param=none"),
         (("gpt-tiny", "train.torch_compile=true"), "train.torch_compile", "train.torch_compile=false"),
         (("gpt-tiny", "--skew", "2"), "--skew", "2"),

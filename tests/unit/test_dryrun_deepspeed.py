@@ -125,10 +125,10 @@ def test_a_host_wait_that_is_added_is_seen(process: GlooWorld) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        spec("llama3-8b-zero2", "train.global_batch_size=16", world=8),
-        spec("gpt-1b-zero3", "train.global_batch_size=8192", world=1024),
+        spec("llama3-8b", "layout=zero2", "train.global_batch_size=16", world=8),
+        spec("gpt-1b", "layout=zero3", "train.global_batch_size=8192", world=1024),
     ],
-    ids=["llama3-8b-zero2", "gpt-1b-zero3"],
+    ids=["llama3-8b zero2", "gpt-1b zero3"],
 )
 def test_a_rank_of_a_full_size_recipe(text: str, process: GlooWorld) -> None:
     (report,) = run(process, text)

@@ -45,8 +45,8 @@ HOSTILE = [
 
 
 @cache
-def planned_for(recipe: str, cluster: str, nodes: int) -> PlannedForCluster:
-    return plan_for(recipe, [], cluster, nodes)
+def planned_for(recipe: str, cluster: str, nodes: int, *changes: str) -> PlannedForCluster:
+    return plan_for(recipe, list(changes), cluster, nodes)
 
 
 def rendered(
@@ -210,7 +210,8 @@ def test_one_node_needs_no_rendezvous() -> None:
 
 
 def test_operators_are_compiled_on_the_node_and_not_in_the_shared_home() -> None:
-    applied = rendered("job", "gpt-1b-offload")
+    planned = planned_for("gpt-1b", "h100-ib", 2, "layout=offload-24gb")
+    applied = objects_of(planned, KubernetesOptions(image=IMAGE, flavor="job", namespace="llmrecipes"), "run-1")
     variables = {entry["name"]: entry.get("value") for entry in container_of(applied)["env"]}
     inside = PurePosixPath(variables["TORCH_EXTENSIONS_DIR"])
     [volume] = [each for each in container_of(applied)["volumeMounts"] if inside.is_relative_to(each["mountPath"])]

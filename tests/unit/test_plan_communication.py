@@ -45,16 +45,16 @@ def with_rows(*rows: MeasuredLinks, cluster: str = "h100-ib") -> Profile:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "cluster", "nodes"),
+    ("recipe", "changes", "nodes"),
     [
-        ("gpt-175b", "h100-ib", 4),
-        ("llama3-405b", "h100-ib", 64),
-        ("deepseek-v3", "h100-ib", 128),
-        ("gpt-1b-zero3", "h100-ib", 1),
+        ("gpt-175b", (), 4),
+        ("llama3-405b", (), 64),
+        ("deepseek-v3", (), 128),
+        ("gpt-1b", ("layout=zero3",), 1),
     ],
 )
-def test_every_call_of_a_step_has_a_group(recipe: str, cluster: str, nodes: int) -> None:
-    plan = planned(cluster, nodes, recipe)
+def test_every_call_of_a_step_has_a_group(recipe: str, changes: tuple[str, ...], nodes: int) -> None:
+    plan = planned("h100-ib", nodes, recipe, *changes)
     for stage in {0, plan.layout.pipeline_model_parallel_size - 1}:
         merged: Counter[Call] = Counter()
         for (_, call), number in counted(plan, stage).items():

@@ -107,8 +107,6 @@ SITES = {
     "gpt-125m": ("h100-ib", 1, 125e6),
     "gpt-175b": ("h100-ib", 16, 174.6e9),
     "gpt-1b": ("h100-ib", 1, 1.3e9),
-    "gpt-1b-offload": ("rtx-4090", 1, 1.3e9),
-    "gpt-1b-zero3": ("h100-ib", 1, 1.3e9),
     "gpt-350m": ("h100-ib", 1, 356e6),
     "gpt-7b": ("h100-ib", 1, 7.5e9),
     "gpt-tiny": ("laptop", 1, None),
@@ -125,7 +123,6 @@ SITES = {
     "llama3-70b-lora": ("h100-ib", 1, 70.6e9),
     "llama3-8b": ("h100-ib", 1, 8.03e9),
     "llama3-8b-sft": ("h100-ib", 1, 8.03e9),
-    "llama3-8b-zero2": ("h100-ib", 1, 8.03e9),
     "lora-tiny": ("laptop", 1, None),
     "mixtral-8x7b": ("h100-ib", 4, 46.7e9),
     "moe-tiny": ("laptop", 2, None),
@@ -345,7 +342,7 @@ def test_the_loss_is_in_chunks_where_its_logits_take_too_much() -> None:
     nodes = replace(small, gpus=small.gpus * 4, nodes=4)
     assert derive(recipe("llama3-70b"), 32, nodes).loss_chunk_tokens == 0, "its logits take less than the gradient"
     with refused("train.loss_chunk_tokens", rule="ZeRO 3"):
-        recipe("gpt-1b-zero3", "train.loss_chunk_tokens=64")
+        recipe("gpt-1b", "layout=zero3", "train.loss_chunk_tokens=64")
 
 
 def recomputed(plan: Plan) -> float:

@@ -346,7 +346,7 @@ def test_a_search_cuts_stages_by_what_loss_and_predictions_take(
 def test_a_search_tries_stages_of_zero_and_offload_only_where_nothing_else_fits(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked = ["plan", "llama3-8b-zero2", "--cluster", "h100-ib", "--search"]
+    asked = ["plan", "llama3-8b", "layout=zero2", "--cluster", "h100-ib", "--search"]
     assert run([*asked, "--gpus", "8", "--json"]) == 0
     layouts = json.loads(capsys.readouterr().out)
     tried = [each["parallelism"] for each in layouts]
@@ -425,7 +425,7 @@ def test_muon_takes_the_time_of_what_its_ranks_send(mode: str, passes: int) -> N
 
 def test_stage_2_reduces_gradients_after_each_micro_batch() -> None:
     once, often = (
-        of_recipe("llama3-8b-zero2", [f"zero.stage={stage}", *more], "h100-ib", 1, None)
+        of_recipe("llama3-8b", ["layout=zero2", f"zero.stage={stage}", *more], "h100-ib", 1, None)
         for stage, more in ((1, []), (2, ["zero.overlap_comm=false"]))
     )
     assert often.plan.num_microbatches == 64

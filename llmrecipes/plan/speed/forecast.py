@@ -43,7 +43,7 @@ class Forecast:
     """What a run will take.
 
     Costs are None where the profile has no price, `saving` where there is no profile. `memory` has the parts of each
-    pipeline stage.
+    pipeline stage; `chosen` is that of `RunPlan`.
     """
 
     plan: Plan
@@ -58,7 +58,6 @@ class Forecast:
     stages: tuple[Forecast, ...] = ()
     """Of a run with stages, of each; plan, step and memory are then those of the largest."""
     chosen: Mapping[str, Any] | None = None
-    """`RunPlan.chosen`."""
     slower: float = 1.0
     """On a GPU without fitted runs: how many times as long a step takes with the slowest shares that it may have."""
     faster: float = 1.0
@@ -209,10 +208,8 @@ class Forecast:
 
 def _of_stage(stage: Forecast) -> dict[str, Any]:
     """A stage of a run, in short."""
-    facts = stage_facts(stage.plan)
     return {
-        "name": facts["name"],
-        "layout": facts["layout"],
+        **{name: stage_facts(stage.plan)[name] for name in ("name", "layout")},
         "step_seconds": stage.step.seconds,
         "tokens_per_second_per_gpu": stage.tokens_per_second_per_gpu,
         "days": stage.seconds / _SECONDS_OF_A_DAY,
