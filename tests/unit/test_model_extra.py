@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from llmrecipes.checkpoint.compatibility import compatibility
 from llmrecipes.cli.app import run
-from llmrecipes.engine.core.model.config import transformer_config
+from llmrecipes.engine.core.model.config import accepted_by_core, transformer_config
 from llmrecipes.engine.requirements import require_fields
 from llmrecipes.hf.family import family_of
 from llmrecipes.models.convert import converted_recipe
@@ -182,6 +182,18 @@ def test_ranks_are_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 def test_a_layer_that_cannot_be_built_is_refused() -> None:
     with refused("model.extra", rule=("AssertionError", "cpu_offloading_num_layers")):
         built(with_extra(cpu_offloading=True, cpu_offloading_num_layers=1))
+
+
+@pytest.mark.usefixtures("world")
+def test_what_a_layer_refuses_in_its_first_pass_is_one_error() -> None:
+    made = built(tiny(model={**EXPERTS, "extra": {"moe_apply_probs_on_input": True}}))
+    with refused("model.extra", rule=("AssertionError", "moe_router_topk", "moe_apply_probs_on_input")):
+        computed(made.module)
+
+
+def test_memory_that_is_short_is_not_its_fault() -> None:
+    with pytest.raises(torch.OutOfMemoryError), accepted_by_core({"softmax_scale": 0.5}):
+        raise torch.OutOfMemoryError
 
 
 def test_an_error_without_extra_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
 from pydantic import ValidationError
 
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.document import clip
 
-ERRORS = (
-    AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError,
-)  # fmt: skip
+Errors = tuple[type[Exception], ...]
+ERRORS: Errors = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @contextmanager
-def accepted(
-    library: str, key: str, extra: Mapping[str, object], rule: str, errors: tuple[type[Exception], ...] = ERRORS
-) -> Iterator[None]:
+def accepted(library: str, key: str, extra: Mapping[str, object], rule: str, errors: Errors = ERRORS) -> Iterator[None]:
     """A block in which a library reads its configuration; what it raises is about `extra`, if there is any.
 
     Args:
@@ -33,10 +31,8 @@ def accepted(
     """
     try:
         yield
-    except UserError:
-        raise
     except errors as error:
-        if not extra:
+        if not extra or isinstance(error, torch.OutOfMemoryError | torch.distributed.DistError):
             raise
         raise UserError(
             f"{library} refuses this configuration: {_reason(error)}",

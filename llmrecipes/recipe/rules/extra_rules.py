@@ -181,4 +181,9 @@ def not_verified(recipe: Recipe) -> Iterator[str]:
 def inexact(model: Model, command: str) -> Iterator[Problem]:
     """Refused by a command whose model must compute what another one does."""
     if model.extra:
-        yield Problem(KEY, f"{', '.join(model.extra)}", f"what such a field computes is not known to {command}")
+        yield Problem(
+            KEY,
+            f"{', '.join(model.extra)}",
+            f"what such a field computes is not known to {command}",
+            f"train a model without {KEY}",
+        )

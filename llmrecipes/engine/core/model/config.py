@@ -6,7 +6,7 @@ megatron-core has the maximal-update parametrisation (arXiv 2203.03466) but for 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from typing import Any
@@ -20,7 +20,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from llmrecipes.engine.core.model import groups
-from llmrecipes.engine.core.refusal import accepted
+from llmrecipes.engine.core.refusal import ERRORS, Errors, accepted
 from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.derived import stage_layout
@@ -130,7 +130,7 @@ def transformer_config(
         if recipe.lora is not None:
             options["moe_router_bias_update_rate"] = 0.0  # routers are frozen, biases included
     options |= _extra(model)
-    with accepted_by_core(model), warnings.catch_warnings():
+    with accepted_by_core(model.extra), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "use_mup is enabled, but custom", UserWarning)  # `init` scales the values
         config = kind(**options)
     if model.position_embedding_type == "yarn":
@@ -142,9 +142,9 @@ def transformer_config(
     return config
 
 
-def accepted_by_core(model: Model) -> AbstractContextManager[None]:
+def accepted_by_core(extra: Mapping[str, Any], errors: Errors = ERRORS) -> AbstractContextManager[None]:
     """A block in which megatron-core reads `model.extra`: see `accepted`."""
-    return accepted("megatron-core", KEY, model.extra, f"megatron-core checks how fields of its {CLASS} go together")
+    return accepted("megatron-core", KEY, extra, f"megatron-core checks how fields of its {CLASS} go together", errors)
 
 
 def require_in_local_layers(model: Model) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -59,6 +60,8 @@ class RecipeModel(ScheduledModel):
     """Whether the model itself is frozen, and checkpoints have the adapters only."""
     fake_quantizer: FakeQuantizer | None = None
     """Rounds the matrices of the layers (`qat`)."""
+    extra: Mapping[str, Any] = MappingProxyType({})
+    """`model.extra`."""
     label_smoothing: float = 0.0
     z_loss_coeff: float = 0.0
     loss_chunk_tokens: int = 0
@@ -124,7 +127,9 @@ class RecipeModel(ScheduledModel):
         """
         kwargs = self._expect_losses(prediction_weights, kwargs)
         try:
-            result: torch.Tensor = super().forward(*args, **kwargs)
+            # A layer may look at its configuration only now.
+            with accepted_by_core(self.extra, (AssertionError, NotImplementedError)):
+                result: torch.Tensor = super().forward(*args, **kwargs)
         finally:
             self._in_chunks = False
         return result
@@ -302,7 +307,7 @@ def build(plan: Plan, platform: Platform, weights: WeightSource | None = None, *
 def construct_without_memory(plan: Plan) -> RecipeModel:
     """The whole model of one process, of local layers, as names and shapes: its parameters are on the meta device."""
     config = transformer_config(plan, on_gpu=False, transformer_engine=False)
-    with accepted_by_core(plan.recipe.model), torch.device("meta"):
+    with accepted_by_core(plan.recipe.model.extra), torch.device("meta"):
         return _chunk(plan, config, "local", None)
 
 
@@ -320,7 +325,7 @@ def construct(plan: Plan, platform: Platform) -> BuiltModel:
     )
     chunks = recipe.parallelism.virtual_pipeline_model_parallel_size
     stages = range(chunks) if chunks else (None,)
-    with accepted_by_core(recipe.model):
+    with accepted_by_core(recipe.model.extra):
         modules = tuple(_chunk(plan, config, implementation, stage) for stage in stages)
     for module in modules:
         module.to(device=platform.device)
@@ -459,6 +464,7 @@ def _chunk(plan: Plan, config: TransformerConfig, implementation: Any, stage: in
         rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, factor=model.rope_scaling_factor)
     if config.rotary_interleaved and (embedding := getattr(module, "rotary_pos_emb", None)) is not None:
         embedding.rotary_interleaved = True  # which it does not pass on either
+    module.extra = model.extra
     module.label_smoothing = plan.recipe.train.label_smoothing
     module.z_loss_coeff = plan.recipe.train.z_loss_coeff
     module.logits = torch.nn.Identity()
