@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 DEFAULTS_NOTE = "Omitted keys have their default values (docs/reference/keys.md)."
 OTHERS = (".sh", ".bash", ".slurm", ".sbatch", ".json", ".toml", ".txt")
 """Suffixes of other programs' configurations."""
-BESIDE = ("name", "description", "checkpoint", "tracking", "search")
+BESIDE = ("name", "description", "layouts", "checkpoint", "tracking", "search")
 """Sections and keys that compute nothing in a step."""
 _GONE = {
     "gpt-1b-zero3": "gpt-1b layout=zero3",
