@@ -25,6 +25,7 @@ from typing import Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.plan.speed import memory_formula
+from llmrecipes.plan.speed.choice import ALIKE
 from llmrecipes.plan.speed.device import Device, Stack, device, kernels_on, stack
 from llmrecipes.plan.speed.step import predict
 from llmrecipes.plan.speed.work import Work
@@ -90,6 +91,8 @@ class Result:
     measured_bytes: float | None
     mfu: float | None
     parameters: int = 0
+    complexity: tuple[int, int] = (1, 1)
+    """Ranks of a replica, and chunks of a stage."""
 
 
 _MOST = 1e8
@@ -355,7 +358,7 @@ def replay(rows: list[Row], readings: list[Reading | None] | None = None) -> lis
         held = number(row, "mem_gb_per_gpu")
         held = held * 1e9 if held else number(row, "mem_max_bytes")
         tokens = size = None
-        fits, parameters = False, 0
+        fits, parameters, complexity = False, 0, (1, 1)
         if reading is not None:
             work = reading.work
             # What has more stages than layers is refused below, and predicted with as many.
@@ -366,6 +369,7 @@ def replay(rows: list[Row], readings: list[Reading | None] | None = None) -> lis
             size = memory_formula.estimate(reading.device, reading.stack, possible)
             refused = impossible(reading, size)
             fits, parameters = refused is None, work.parameters
+            complexity = work.tp * work.pp * work.cp, work.vpp
             if measured is None and (seconds := number(row, "iter_s_median")):
                 measured = work.gbs * work.seq / work.gpus / seconds
             if measured:
@@ -374,7 +378,7 @@ def replay(rows: list[Row], readings: list[Reading | None] | None = None) -> lis
         results.append(
             Result(
                 index, group, source_of(row), tokens, size, fits, refused, reading.assumed if reading else [], measured,
-                held, mfu, parameters,
+                held, mfu, parameters, complexity,
             )
         )  # fmt: skip
     return results
@@ -428,9 +432,19 @@ def groups(results: list[Result]) -> dict[tuple[str, ...], list[Result]]:
     return {name: each for name, each in found.items() if len(each) >= 3}
 
 
-def regret(group: list[Result]) -> float:
-    """Throughput that is lost by the layout that is predicted best."""
-    chosen = max(group, key=lambda each: each.tokens or 0.0)
+def regret(group: list[Result], alike: float = 0.0) -> float:
+    """Throughput that is lost by the layout that is predicted best.
+
+    Args:
+        alike: of those whose predicted times differ by less than this fraction, the simplest is taken, as by `choose`.
+    """
+    best = max(each.tokens or 0.0 for each in group)
+    among = [each for each in group if best <= (each.tokens or 0.0) * (1 + alike)]
+    return lost(min(among, key=lambda each: (each.complexity if alike else (), -(each.tokens or 0.0))), group)
+
+
+def lost(chosen: Result, group: list[Result]) -> float:
+    """Share of the throughput of the group's best layout that another one loses."""
     return 1 - (chosen.measured or 0.0) / max(each.measured or 0.0 for each in group)
 
 
@@ -445,6 +459,8 @@ def summary(results: list[Result]) -> dict[str, Any]:
     ]
     correlations = [correlation for correlation in correlations if not math.isnan(correlation)]
     losses = [regret(group) for group in grouped.values()]
+    chosen = [regret(group, ALIKE) for group in grouped.values()]
+    blind = [statistics.fmean(lost(each, group) for each in group) for group in grouped.values()]
     held = [
         abs(result.bytes / result.measured_bytes - 1)
         for result in results
@@ -464,6 +480,11 @@ def summary(results: list[Result]) -> dict[str, Any]:
         "regret_median": percentile(losses, 0.5),
         "regret_mean": statistics.fmean(losses) if losses else math.nan,
         "regret_max": max(losses, default=math.nan),
+        "auto_regret_median": percentile(chosen, 0.5),
+        "auto_regret_mean": statistics.fmean(chosen) if chosen else math.nan,
+        "auto_regret_max": max(chosen, default=math.nan),
+        "blind_regret_median": percentile(blind, 0.5),
+        "blind_regret_mean": statistics.fmean(blind) if blind else math.nan,
         "memory_rows": len(held),
         "memory_median_error": percentile(held, 0.5),
         "memory_p90_error": percentile(held, 0.9),

@@ -24,6 +24,7 @@ from llmrecipes.hardware.machine import machine as machine_of
 from llmrecipes.plan.check import check, check_run
 from llmrecipes.plan.derive import LEAST_HEADROOM
 from llmrecipes.plan.muon import collectives
+from llmrecipes.plan.speed.choice import ALIKE
 from llmrecipes.plan.speed.device import device, kernels_on, stack
 from llmrecipes.plan.speed.forecast import ERROR, _orthogonalizing, forecast, software
 from llmrecipes.plan.speed.network import exchange
@@ -119,6 +120,7 @@ def test_layouts_are_ranked_as_measured(sweeps: list[planner.Result]) -> None:
     assert all(result.tokens for result in sweeps)
     assert figures["rank_correlation_median"] >= 0.9
     assert figures["regret_median"] <= 0.01
+    assert figures["auto_regret_mean"] <= figures["regret_mean"] + ALIKE < figures["blind_regret_mean"] / 4
     assert figures["mfu25_median_error"] <= 0.06 and figures["mfu25_p90_error"] <= 0.15
     assert figures["memory_median_error"] <= 0.07
     assert figures["ran_but_called_impossible"] == 0
