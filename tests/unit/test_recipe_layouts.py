@@ -87,6 +87,8 @@ def test_unknown_layouts_and_wrong_keys_of_any_layout_are_refused(tmp_path: Path
         load(written(tmp_path, "layouts: {a: {zero: {stage: 7}}}\n"))
     with refused("layouts.a.lr"):
         load(written(tmp_path, "layouts: {a: {lr: 2.0}}\n"))
+    with refused("layouts"):
+        load(written(tmp_path, f"layouts: {{{', '.join(f'a{number}: {{}}' for number in range(10_000))}}}\n"))
     with refused("layouts.auto"):
         load(written(tmp_path, "layouts: {auto: {micro_batch_size: 2}}\n"))
 

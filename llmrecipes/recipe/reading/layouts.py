@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from llmrecipes.recipe.document import Problem, clip
 from llmrecipes.recipe.halves import half_of
 from llmrecipes.recipe.reading.explain import explain
-from llmrecipes.recipe.schema import AUTO, Parallelism, Recipe
+from llmrecipes.recipe.schema import AUTO, MOST_LAYOUTS, Parallelism, Recipe
 from llmrecipes.recipe.sections.section import EXECUTION
 from llmrecipes.recipe.sections.speed import Speed
 from llmrecipes.recipe.speedups.recompute import ALL_LAYERS
@@ -87,7 +87,7 @@ def take(data: dict[str, Any], lines: dict[str, int]) -> list[Problem]:
     name = data.get("layout")
     if isinstance(name, str) and name != AUTO and name not in layouts:
         problems.append(_unknown(name, [*layouts]))
-    if problems:
+    if problems or len(layouts) > MOST_LAYOUTS:  # which the schema reports
         return problems
     for other, layout in layouts.items():
         if other != name:
