@@ -87,7 +87,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def _walk(section: type[Section], prefix: str, around: Half) -> Iterator[tuple[str, Half, Half, Any]]:
-    """Of each key its name, its half, that of its section, and its default."""
+    """Name, half, half of the section around, and default of each key."""
     for name, field in section.model_fields.items():
         half = next((mark for mark in field.metadata if isinstance(mark, Half)), around)
         inside = list(_sections(field.annotation))
