@@ -459,6 +459,8 @@ class Recipe(Section):
     """Which of `layouts` sets the keys that say how the recipe is executed, or `auto`: degrees, micro-batch and
     recomputation that are not set are chosen for the GPUs of the run, the fastest that fit. Set on the command line
     (`layout=auto`), it replaces those of the file. Unset: as set in their sections."""
-    layouts: Annotated[dict[Annotated[str, Field(pattern=NAME)], JsonObject], EXECUTION] = Field(default={}, max_length=MOST_LAYOUTS)
+    layouts: Annotated[dict[Annotated[str, Field(pattern=NAME)], JsonObject], EXECUTION] = Field(
+        default={}, max_length=MOST_LAYOUTS
+    )
     """Named layouts for `layout`: keys of `parallelism`, `speed`, recomputation, `micro_batch_size`, `torch_compile`
     and `loss_chunk_tokens` without their sections, and `zero`."""

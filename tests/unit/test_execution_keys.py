@@ -44,10 +44,13 @@ OTHERWISE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 LABEL = "data.sources.N.label"
 
+NAMED = "tests/train/test_train_named_layouts.py"
 TESTS = {
     "distill.logits": "tests/unit/test_precompute.py::test_a_student_is_the_one_with_its_teacher",
     "dpo.reference_log_probs": "tests/unit/test_precompute.py::test_a_run_is_the_one_with_the_reference",
     "train.torch_compile": "tests/unit/test_engine_step.py::test_compiled_layers_compute_the_same",
+    "layout": f"{NAMED}::test_layouts_one_after_another_train_as_one_process",
+    "layouts": f"{NAMED}::test_layouts_one_after_another_train_as_one_process",
     "search": "tests/unit/test_checkpoint_loading.py::test_a_search_is_no_part_of_a_training",
 }
 """A key, or a section with all its keys, and the test of another module, which names it."""

@@ -274,7 +274,7 @@ def test_every_default_of_megatron_is_shared_or_written_out() -> None:
         "model.num_query_groups", "model.moe_router_dtype", "model.moe_token_dispatcher_type", "model.transformer_impl",
         "model.rope_type", "model.yarn_beta_fast", "model.yarn_beta_slow", "model.yarn_correction_range_round_to_int",
         "optimizer.muon_tp_mode", "checkpoint.save_interval", "train.eval_interval", "data.split",
-        "tracking.tensorboard",
+        "tracking.tensorboard", "train.micro_batch_size",
         "parallelism.grad_reduce_in_fp32", "train.recompute_granularity", "train.precision", "data.tokenizer.type",
     }  # fmt: skip
     different = set()
