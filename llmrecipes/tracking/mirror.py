@@ -5,9 +5,8 @@ the GIL with it; importing the tracker's library (about a second) delays no step
 any time; and if the training process is killed, this one can still report it. metrics.jsonl is its buffer: points that
 an unreachable server missed are read from it again, during this run or when it is resumed.
 
-Standard input has one JSON line with the configuration, and later one with the final status and the seconds that the
-training process waits; EOF without a status means that the training died. This process delivers what it can within that
-time, or within `LAST_DELIVERY_SECONDS`, and exits.
+Standard input has one JSON line with the configuration, and later one with the final status; EOF without a status means
+that the training died. This process then delivers what it can within `close_seconds`, and exits.
 Standard output has JSON lines for the training process: warnings, a link to the run and, at the end, a report.
 """
 
@@ -39,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_BATCHES = 1.0
 LONGEST_RETRY_SECONDS = 60.0
-LAST_DELIVERY_SECONDS = 30.0  # after the death of the training process
+CLOSE_SECONDS = 30.0
 LONGEST_MESSAGE = 200
 NOT_METRICS = {"step", "time", "non_finite", *NESTED}
 OF_THE_STEP = {"consumed_samples", "consumed_tokens"}  # an evaluation repeats them
@@ -58,6 +57,7 @@ class MirrorConfig:
         resumed_step: the step this attempt resumes from.
         total_steps: the last step, which is always sent.
         system_metrics_interval: seconds between samples of system metrics; None for no samples.
+        close_seconds: time after the end of the training, or its death, in which the last points must arrive.
         lock: file in `run_dir` with the id of the newest start; also the mutex of the mirrors of one run.
         start: id of this start of the run; set by the sink.
     """
@@ -70,6 +70,7 @@ class MirrorConfig:
     system_metrics_interval: float | None
     tags: dict[str, str] = field(default_factory=dict)
     artifacts: list[str] = field(default_factory=list)
+    close_seconds: float = field(default_factory=lambda: CLOSE_SECONDS)
     lock: str
     start: str = ""
 
@@ -82,17 +83,14 @@ class MirrorConfig:
 class Ending:
     """Waits in the background for the final status, or for the death of the training process."""
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: BinaryIO, seconds: float) -> None:
         self.status = "KILLED"
         self.event = threading.Event()
-        threading.Thread(target=self._listen, args=(stream,), daemon=True).start()
+        threading.Thread(target=self._listen, args=(stream, seconds), daemon=True).start()
 
-    def _listen(self, stream: BinaryIO) -> None:
-        seconds = LAST_DELIVERY_SECONDS
+    def _listen(self, stream: BinaryIO, seconds: float) -> None:
         with suppress(ValueError, TypeError, KeyError):
-            message = json.loads(stream.readline())
-            self.status = message["status"]
-            seconds = float(message["seconds"])
+            self.status = json.loads(stream.readline())["status"]
         self.event.set()
         time.sleep(seconds)
         os._exit(1)  # the server hangs; what is missing is sent when the run is resumed
@@ -245,7 +243,7 @@ def serve(read: Callable[[dict[str, Any]], C], make: Callable[[C, Ending, Binary
     guard_streams()
     gc.set_threshold(50_000)  # imports leave no cycles behind; looking for some takes a sixth of MLflow's
     config = read(json.loads(sys.stdin.buffer.readline()))
-    ending = Ending(sys.stdin.buffer)
+    ending = Ending(sys.stdin.buffer, config.close_seconds)
     with (Path(config.run_dir) / config.lock).open("r+") as lock:  # NFS needs write mode for an exclusive lock
         # The mirror of an attempt that was just killed may still be sending its last points.
         with suppress(OSError):  # a file system without locks

@@ -25,13 +25,12 @@ from llmrecipes.tracking.mirror import MirrorConfig
 
 logger = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 30.0
-
 
 class MirrorSink(Sink):
     """Copies the run to a tracker through another process, which follows metrics.jsonl.
 
-    Only `close` waits for the tracker, for at most `close_seconds`.
+    Only `close` waits for the tracker, for at most `close_seconds` of the configuration; then the process and its
+    children are killed.
 
     Args:
         module: started with `python -m`.
@@ -40,7 +39,6 @@ class MirrorSink(Sink):
         config: passed to the process.
         environment: environment of the process.
         show: called from another thread with the line that has the address of the run.
-        close_seconds: time after which the process and its children are killed; by default `CLOSE_SECONDS`.
 
     Raises:
         OSError: the process could not be started.
@@ -55,17 +53,16 @@ class MirrorSink(Sink):
         environment: Mapping[str, str],
         *,
         show: Callable[[str], None],
-        close_seconds: float | None = None,
     ) -> None:
         self._where = where
         self._log = log
         self._show = show
-        self._close_seconds = CLOSE_SECONDS if close_seconds is None else close_seconds
         self._report: dict[str, Any] | None = None
         self._deadline = math.inf
         logs = RunFiles(Path(config.run_dir)).logs
         logs.mkdir(exist_ok=True)
         config = replace(config, start=uuid.uuid4().hex)
+        self._close_seconds = config.close_seconds
         # Written in place: earlier mirrors wait for the lock on this file.
         (Path(config.run_dir) / config.lock).write_text(config.start, "utf-8")
         with (logs / log).open("ab") as stream:
@@ -99,7 +96,7 @@ class MirrorSink(Sink):
         if math.isfinite(self._deadline):
             return
         self._deadline = time.monotonic() + self._close_seconds
-        self._write({"status": status, "seconds": self._close_seconds})
+        self._write({"status": status})
         with suppress(OSError):
             self._stdin.close()
 

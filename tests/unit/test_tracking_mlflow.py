@@ -31,7 +31,7 @@ from rich.console import Console
 
 from llmrecipes.hardware.process import STARTED_FOR
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe, Tracking, Train
-from llmrecipes.tracking import mirror_sink, web
+from llmrecipes.tracking import web
 from llmrecipes.tracking.events import EvalMetrics, Note, StepMetrics
 from llmrecipes.tracking.mlflow.database import (
     KEY_TAG,
@@ -60,7 +60,7 @@ def runs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def local_store(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     if "runs_dir" in request.fixturenames:  # there is no server that may be dead, and a busy machine may need longer
-        monkeypatch.setattr(mirror_sink, "CLOSE_SECONDS", 200.0)
+        monkeypatch.setattr("llmrecipes.tracking.mirror.CLOSE_SECONDS", 200.0)
 
 
 def recipe(experiment: str, *, description: str = "", **tracking: Any) -> Recipe:
@@ -452,7 +452,9 @@ def test_a_dead_server_neither_stops_nor_delays_training_and_gets_missed_points_
         again, _ = stack.enter_context(web.mlflow_server(server_dir, port))
         assert again == address
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-        monkeypatch.setattr(mirror_sink, "CLOSE_SECONDS", 200.0)  # this one is alive, however busy the machine
+        monkeypatch.setattr(
+            "llmrecipes.tracking.mirror.CLOSE_SECONDS", 200.0
+        )  # this one is alive, however busy the machine
         with start(runs, recipe(experiment, system_metrics_interval=None), "r", resumed_step=25) as tracker:
             for number in range(26, 41):
                 tracker.step(step(number, histograms=HISTOGRAMS if number == 40 else None))

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -74,10 +74,9 @@ class MlflowSink(MirrorSink):
             "llmrecipes.tracking.mlflow.sender",
             f"MLflow at {redact(config.uri)}",
             "mlflow.log",
-            config,
+            replace(config, close_seconds=LOCAL_CLOSE_SECONDS) if is_local(config.uri) else config,
             process_environment(),
             show=show,
-            close_seconds=LOCAL_CLOSE_SECONDS if is_local(config.uri) else None,
         )
 
     @classmethod
