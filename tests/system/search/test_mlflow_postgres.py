@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from llmrecipes.tracking import mirror_sink
 from tests.system.search.conftest import Server
 from tests.unit.test_tracking_mlflow import history, identity, only_run, recipe, start, step, wait_for
 
@@ -17,7 +16,7 @@ def test_a_database_that_is_away_gets_the_points_when_it_is_back(
     uri = postgres.url.replace("postgresql:", "postgresql+psycopg2:")  # SQLAlchemy 2.1 takes psycopg 3 by itself
     monkeypatch.chdir(tmp_path)  # MLflow keeps artifacts of a database in the working directory
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    monkeypatch.setattr(mirror_sink, "CLOSE_SECONDS", 200.0)
+    monkeypatch.setattr("llmrecipes.tracking.mirror.CLOSE_SECONDS", 200.0)
     run_dir = tmp_path / "tiny" / "r"
     with start(tmp_path, recipe("away", system_metrics_interval=None), "r") as tracker:
         for number in range(1, 6):
