@@ -300,9 +300,7 @@ def find(name_or_path: str, directory: Path, kind: Kind) -> Path:
         return path
     known = names(directory)
     if name_or_path in kind.gone:
-        raise UserError(
-            f"there is no such {kind.name} any more", where=name_or_path, rule=kind.rule, fix=kind.gone[name_or_path]
-        )
+        raise UserError(f"this {kind.name} was replaced", where=name_or_path, fix=kind.gone[name_or_path])
     if name_or_path in known:  # a link to a file that is gone
         return path
     close = get_close_matches(name_or_path, known, n=3, cutoff=0.4)

@@ -11,7 +11,7 @@ from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.machine import machine, planned
 from llmrecipes.plan.speed.choice import ALIKE, choose
 from llmrecipes.plan.speed.search import fastest
-from llmrecipes.recipe.load import load, names, to_yaml
+from llmrecipes.recipe.load import RECIPES, load, names, to_yaml
 from llmrecipes.recipe.reading.layouts import CHOSEN
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.workflow.plan import plan_on
@@ -104,6 +104,14 @@ def test_a_wrong_value_of_the_layout_in_use_is_named_with_its_line(tmp_path: Pat
 def test_the_shipped_layouts_are_valid(name: str) -> None:
     for layout in load(name).recipe.layouts:
         load(name, [f"layout={layout}"])
+
+
+@pytest.mark.parametrize(("name", "now"), RECIPES.gone.items())
+def test_a_recipe_that_became_a_layout_names_it(name: str, now: str) -> None:
+    recipe, layout = now.split()
+    with refused(name, rule=layout):
+        load(name)
+    assert load(recipe, [layout]).recipe.zero is not None
 
 
 H100 = "h100-ib"
