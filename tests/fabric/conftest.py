@@ -29,9 +29,9 @@ CACHE = "FABRIC_LAB"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
+    here = f"{Path(__file__).parent}/"
     for item in items:
-        if item.path.is_relative_to(here):
+        if str(item.path).startswith(here):
             item.add_marker(pytest.mark.fabric)
             item.add_marker(pytest.mark.timeout(2400))
 

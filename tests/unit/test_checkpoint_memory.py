@@ -7,6 +7,7 @@ import pickle
 import resource
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def saved(change: Callable[[str, bytes], bytes] = lambda _, content: content, ki
     """Of torch.save, with other contents of its members."""
     plain, changed = io.BytesIO(), io.BytesIO()
     torch.save({"weight": torch.ones(4)}, plain)
-    with zipfile.ZipFile(plain) as archive, zipfile.ZipFile(changed, "w", kind) as other:
+    with zipfile.ZipFile(plain) as archive, zipfile.ZipFile(changed, "w", kind, compresslevel=1) as other:
         for name in archive.namelist():
             other.writestr(
                 name, change(name.rpartition("/")[2] if "/data/" not in name else "storage", archive.read(name))
@@ -69,11 +70,20 @@ CALLED = [b"builtins\nbytearray", b"__builtin__\nbytearray", b"torch\nTensor", b
           b"torch.storage\nUntypedStorage", b"torch\nstorage.UntypedStorage"]  # fmt: skip
 
 
+@pytest.fixture
+def content(request: pytest.FixtureRequest) -> bytes:
+    """Made for its test alone: to compress gigabytes takes seconds, and every process of a run imports this module."""
+    made: bytes = request.param()
+    return made
+
+
 @pytest.mark.parametrize(
-    "content", [compressed(), legacy(), *map(calling, CALLED)], ids=["compressed", "legacy", *map(repr, CALLED)]
+    "content",
+    [compressed, legacy, *(partial(calling, what) for what in CALLED)],
+    ids=["compressed", "legacy", *map(repr, CALLED)],
+    indirect=True,
 )
-@pytest.mark.usefixtures("little_memory")
-def test_a_few_bytes_do_not_take_gigabytes(content: bytes, tmp_path: Path) -> None:
+def test_a_few_bytes_do_not_take_gigabytes(content: bytes, little_memory: None, tmp_path: Path) -> None:
     path = tmp_path / "part.distcp"
     for stream in (io.BytesIO(content), _create_file_view(io.BytesIO(b"xx" + content + b"yy"), 2, len(content))):
         with refused(path):

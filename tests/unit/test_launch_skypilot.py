@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 
@@ -53,6 +52,8 @@ SUBMIT = ["submit", "gpt-1b", "--to", "skypilot", "--cluster", "h100-ib", "--run
 
 
 def task(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    import jsonschema  # takes a second, and every process of a test run imports this module
+
     assert run([*words, "--dry-run"]) == 0
     made: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)
     jsonschema.validate(made, SCHEMA)

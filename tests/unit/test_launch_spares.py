@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from llmrecipes.train.observers.first_step import FirstStep
+from llmrecipes.launch.ranks import FIRST_STEP
 from llmrecipes.train.rank import wait_as_spare
 
 folder, orders = Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -45,13 +45,15 @@ if rank != "0":
 start = len(starts(0)) - 1
 while start and len(starts(1)) <= start:
     time.sleep(0.01)
-FirstStep(None).after_step(None)
+os.write(int(os.environ[FIRST_STEP]), b"1")
 if start == len(orders):
     os.kill(starts(1)[-1][0], signal.SIGKILL)
     time.sleep(60)
 waiting = {}
 while len(waiting) < 2:
-    time.sleep(0.01)
+    time.sleep(0.05)
+    if len([*folder.glob("ready-*"), *folder.glob("imports-*")]) < 2 * (start + 1):
+        continue
     for process in psutil.Process(os.getppid()).children():
         environment = process.environ() if process.status() != "zombie" else {}
         if "LLMRECIPES_SPARE" in environment and process.pid not in (os.getpid(), os.getppid()):

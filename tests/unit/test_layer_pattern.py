@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
@@ -127,6 +126,8 @@ def test_a_pattern_on_a_command_line_is_quoted() -> None:
 
 
 def test_symbols_and_schema_are_those_of_megatron_core_and_the_recipe() -> None:
+    import jsonschema  # takes a second, and every process of a test run imports this module
+
     ours = (layer_pattern.ATTENTION, layer_pattern.LATENT, layer_pattern.MLP, layer_pattern.EXPERTS)
     assert ours == (Symbols.ATTENTION, Symbols.MLA, Symbols.MLP, Symbols.MOE)
     assert (layer_pattern.CUT, layer_pattern.PREDICTION) == (Symbols.PIPE, Symbols.MTP_SEPARATOR)

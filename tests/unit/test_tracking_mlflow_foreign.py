@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow.tracking import MlflowClient
 
 from llmrecipes.tracking.mlflow.client import MlflowRun
 from llmrecipes.tracking.mlflow.database import DATABASE, KEY_TAG, artifact_root, require_database, restore, sqlite_uri
@@ -30,6 +29,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
     runs_dir = tmp_path_factory.mktemp("runs")
     uri = sqlite_uri(runs_dir / DATABASE)
     require_database(uri, artifact_root(runs_dir))
+    from mlflow.tracking import MlflowClient  # takes a second, and every process of a test run imports this module
+
     client = MlflowClient(uri)
     experiment = client.create_experiment("ours", artifact_root(runs_dir))
     ours = client.create_run(experiment, tags={KEY_TAG: KEY}).info.run_id
@@ -44,6 +45,8 @@ def run_with(runs_dir: Path, name: str, values: dict[str, Any]) -> Path:
 
 
 def metrics_of(database: Path, run_id: str) -> dict[str, float]:
+    from mlflow.tracking import MlflowClient
+
     return dict(MlflowClient(sqlite_uri(database)).get_run(run_id).data.metrics)
 
 

@@ -16,7 +16,6 @@ from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
-import jsonschema
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -66,6 +65,8 @@ class Trainer:
 
     def next(self) -> tuple[str, dict[str, Any]]:
         """The token and the status of the next message, which Kubernetes would store."""
+        import jsonschema  # takes a second, and every process of a test run imports this module
+
         token, body = self.taken.get(timeout=SECONDS)
         assert body.keys() == {"trainerStatus"}
         status: dict[str, Any] = body["trainerStatus"]

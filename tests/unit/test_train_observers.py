@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -16,12 +17,14 @@ from llmrecipes.checkpoint.saver import SaveReport
 from llmrecipes.engine.base import World
 from llmrecipes.errors import ExitCode
 from llmrecipes.faults.signals import StopRequest
+from llmrecipes.launch.ranks import FIRST_STEP
 from llmrecipes.plan.derive import derive
 from llmrecipes.tracking.events import NoTracker, StepMetrics
 from llmrecipes.train import observing, stage
 from llmrecipes.train.loaders import DataLoaders
 from llmrecipes.train.loop import Loop
 from llmrecipes.train.observers.base import Observer
+from llmrecipes.train.observers.first_step import FirstStep
 from llmrecipes.train.spec import RunSpec
 from tests.helpers import ROOMY, engine_of, random_batches, tiny
 
@@ -29,6 +32,7 @@ TRAIN = Path(stage.__file__).parent
 SCRATCH = '''
 """Writes down what it is told of a training, and adds a number to the record of a step."""
 from llmrecipes.train.observers.base import Observer
+from llmrecipes.train.observers.first_step import FirstStep
 
 class Diary(Observer):
     def __init__(self, spec):
@@ -153,3 +157,17 @@ def test_no_file_of_the_training_names_an_observer(kind: type[Observer]) -> None
         modules = {str(node.module).rpartition(".")[2] for node in parsed(name) if isinstance(node, ast.ImportFrom)}
         names = {getattr(node, field, None) for node in parsed(name) for field in ("id", "attr")}
         assert module not in modules and kind.__name__ not in names, name
+
+
+def test_the_launcher_is_told_of_the_first_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    anything: Any = None
+    reader, writer = os.pipe()
+    monkeypatch.setenv(FIRST_STEP, str(writer))
+    told = FirstStep(anything)
+    assert FIRST_STEP not in os.environ, "what the rank starts has no such pipe"
+    for _ in range(2):
+        told.after_step(anything)
+    os.close(writer)
+    assert os.read(reader, 9) == b"1"
+    os.close(reader)
+    FirstStep(anything).after_step(anything)
