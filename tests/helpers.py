@@ -77,6 +77,8 @@ def tiny(name: str = "tiny", **sections: dict[str, Any]) -> Recipe:
 def another(model: Model, key: str) -> Any:
     """Another value of a key of a model, which its rules may refuse."""
     value = getattr(model, key)
+    if key == "window_size":
+        return (2, 0) if value is None else (value[0] + 1, 0)
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):

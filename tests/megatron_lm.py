@@ -67,7 +67,8 @@ def arguments(recipe: Recipe, **changes: Any) -> Namespace:
         "rope_type": "rope",
         "vocab_size": model.vocab_size,
         "padded_vocab_size": sizes.vocab_size,
-        "window_size": None,
+        "window_size": model.window_size,
+        "window_attn_skip_freq": model.window_attn_skip_freq,
         "bf16": recipe.train.precision == "bf16",
         "fp16": recipe.train.precision == "fp16",
         # What is no plain value.

@@ -186,7 +186,7 @@ def translate(given: Mapping[str, Any], draft: Draft, ranks: int) -> None:
         why = "only the shell knows its value" + (f": set {key}" if key and _matters(name) else "")
         wanted = (key,) if key else ()
         draft.leave(_option(name), left.pop(name), why, differs=_matters(name), wanted=wanted)
-    for step in (_precision, _model, _experts, _lengths, _batch, _data, _recompute, _unlike):
+    for step in (_precision, _model, _windows, _experts, _lengths, _batch, _data, _recompute, _unlike):
         step(left, draft, ranks)
     for name, value in left.items():
         _by_name(name, value, draft)
@@ -323,6 +323,16 @@ def _layers(given: dict[str, Any], draft: Draft) -> dict[str, Any]:
     return given | ({"multi_latent_attention": True} if pattern.startswith(LATENT) else {})
 
 
+def _windows(left: dict[str, Any], draft: Draft, ranks: int) -> None:
+    window = left.get("window_size")
+    if isinstance(window, str):
+        _take(left, draft, "window_size", "model.window_size", [plain(part) for part in window.strip("()").split(",")])
+    layers = left.get("window_attn_skip_freq")
+    if isinstance(layers, str):
+        option = "window_attn_skip_freq"
+        _take(left, draft, option, f"model.{option}", _pattern(layers, option))
+
+
 def _experts(left: dict[str, Any], draft: Draft, ranks: int) -> None:
     if not left.get("num_experts"):
         left.pop("num_experts", None)
@@ -331,10 +341,10 @@ def _experts(left: dict[str, Any], draft: Draft, ranks: int) -> None:
         return
     layers = left.get("moe_layer_freq")
     if isinstance(layers, str):
-        _take(left, draft, "moe_layer_freq", "model.moe_layer_freq", _pattern(layers))
+        _take(left, draft, "moe_layer_freq", "model.moe_layer_freq", _pattern(layers, "moe_layer_freq"))
 
 
-def _pattern(text: str) -> Any:
+def _pattern(text: str, name: str) -> Any:
     """`([0]*3+[1]*58)` as a list, which Megatron-LM evaluates."""
 
     def value(node: ast.expr) -> Any:
@@ -353,7 +363,7 @@ def _pattern(text: str) -> Any:
         return value(ast.parse(text.strip("'\""), mode="eval").body)
     except (SyntaxError, ValueError, TypeError, RecursionError) as error:
         raise UserError(
-            f"{text[:80]!r} is not a pattern of layers", where="--moe-layer-freq", rule="a number, or lists of 0 and 1"
+            f"{text[:80]!r} is not a pattern of layers", where=_option(name), rule="a number, or lists of 0 and 1"
         ) from error
 
 

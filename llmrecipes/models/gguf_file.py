@@ -152,6 +152,14 @@ def _require_form(family: str, config: Mapping[str, Any]) -> None:
             rule=f"one of {', '.join(FAMILIES)}",
             fix="--to onnx, or --family with one of them if the architecture matches",
         )
+    window = config.get("sliding_window")
+    if window is not None and window < config["max_position_embeddings"]:
+        raise UserError(
+            f"a sliding window of {window} tokens is not supported",
+            where="--to gguf",
+            rule="in llama.cpp a token of these models attends to all tokens before it",
+            fix=f"--to onnx, or train with model.max_position_embeddings={window}",
+        )
     if family == "qwen3_moe" and config["mlp_only_layers"]:
         raise UserError(
             f"layers {config['mlp_only_layers']} have no experts",

@@ -215,7 +215,8 @@ def _attention(model: Model, s: Shape, weights: dict[str, Matrix]) -> Block:
     parts.append(_product(weights["linear_proj"], bias=model.add_bias_linear))
     rotary = {"rope": "rotary positions", "yarn": "rotary positions, YaRN"}
     kind = model.rope_type if model.multi_latent_attention else model.position_embedding_type
-    return Block("attention", title, tuple(filter(None, (heads, rotary.get(kind)))), tuple(parts))
+    near = f"a window of {s.window:,} tokens in {sum(s.windowed)} of {s.num_layers} layers" if s.window else None
+    return Block("attention", title, tuple(filter(None, (heads, rotary.get(kind), near))), tuple(parts))
 
 
 def _activation(model: Model) -> str:

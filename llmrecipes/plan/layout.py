@@ -117,6 +117,7 @@ def layout(recipe: Recipe, world_size: int, cluster: Cluster) -> Layout:
             fix="expert_tensor_parallel_size 1, or even numbers with moe_pad_expert_input_to_capacity true",
         )
     _check_latent_attention(recipe, cluster)
+    _check_windows(recipe, cluster)
     return Layout(
         world_size=world_size,
         tensor_model_parallel_size=tensor,
@@ -205,6 +206,21 @@ def _check_latent_attention(recipe: Recipe, cluster: Cluster) -> None:
             "all heads "
             "over tensor-parallel ranks; without it, their weights silently diverge",
             fix="sequence_parallel true, or model.transformer_impl local",
+        )
+
+
+def _check_windows(recipe: Recipe, cluster: Cluster) -> None:
+    """TransformerEngine's ring of keys and values knows no window; local layers gather them."""
+    transformer_engine, _ = expected_layers(recipe, cluster.device)
+    ranks = recipe.parallelism.context_parallel_size
+    kind = recipe.speed.cp_comm_type
+    if recipe.model.window_size and transformer_engine and ranks > 1 and kind not in ("a2a", "all_gather"):
+        raise UserError(
+            f"{kind or 'p2p'} with window_size, context_parallel_size {ranks} and transformer_impl "
+            f"{recipe.model.transformer_impl}",
+            where="speed.cp_comm_type",
+            rule="TransformerEngine has sliding windows only where ranks exchange heads or gather keys and values",
+            fix="cp_comm_type a2a or all_gather, or model.transformer_impl local",
         )
 
 

@@ -426,15 +426,14 @@ def flops_per_token(model: Model, s: Shape, *, causal: bool, lora: Lora | None =
     The backward pass costs twice the forward pass; recomputation is not counted. Of the experts, those that a token is
     routed to count; multi-token prediction counts, including its output layer. For the classic GPT shape with
     `causal=False` this is 72 l h² (1 + s / 6h + V / 12lh), equation 3 of Narayanan et al. 2021 (arXiv 2104.04473)
-    without its recomputed forward pass. `causal=True` halves the two attention products, as a causal kernel does.
+    without its recomputed forward pass. `causal=True` halves the two attention products, as a causal kernel does;
+    a sliding window leaves those with the tokens in it.
     With `lora` the frozen matrices have no gradient of their own, which is half of their backward pass.
     """
     h, depth = s.hidden_size, s.mtp_num_layers
     with_experts = s.moe_layers(0, s.num_layers) + s.mtp_moe_layers
     layers = s.num_layers + depth
-    attention = float(s.seq_length * (s.query_size + s.context_size))  # scores and weighted values, over all positions
-    if causal:
-        attention /= 2
+    attention = s.keys_seen(causal=causal) * (s.query_size + s.context_size)  # scores and weighted values
     products = 3 if model.gated_linear_unit else 2
     experts = h * (s.num_moe_experts + products * model.moe_router_topk * s.moe_ffn_hidden_size)
     experts += h * products * s.moe_shared_ffn_hidden_size
@@ -443,7 +442,7 @@ def flops_per_token(model: Model, s: Shape, *, causal: bool, lora: Lora | None =
     forward += depth * 2 * h * h + (1 + depth) * h * s.vocab_size
     passes = 3.0 if lora is None else 2.0
     _, trained = count_adapters(lora, model, s)
-    return 2.0 * (passes * forward + 3.0 * (layers * attention + trained))
+    return 2.0 * (passes * forward + 3.0 * (attention + trained))
 
 
 def _projections(model: Model, s: Shape) -> int:

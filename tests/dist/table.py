@@ -64,6 +64,8 @@ _YARN: dict[str, Any] = {
     "position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 8.0, "yarn_original_max_position_embeddings": 4,
     "yarn_beta_fast": 0.5, "yarn_beta_slow": 0.1,
 }  # fmt: skip
+# Shorter than the chunks of context-parallel ranks; no two halves of the layers are alike.
+_WINDOWS: dict[str, Any] = {"window_size": [5, 0], "window_attn_skip_freq": [1, 0, 1, 1]}
 _MLA_YARN: dict[str, Any] = {
     "rope_type": "yarn", "rotary_scaling_factor": 8.0, "original_max_position_embeddings": 4, "mscale_all_dim": 1.0,
     "beta_fast": 0.5, "beta_slow": 0.1,
@@ -162,6 +164,8 @@ VARIANTS: dict[str, Sections] = {
     "gpt in fp16": {"train": {"precision": "fp16", "initial_loss_scale": 1024.0}},
     "llama": {"model": _LLAMA},
     "llama with yarn": {"model": {**_LLAMA, **_YARN}},
+    "llama with windows": {"model": {**_LLAMA, **_WINDOWS}},
+    "llama with windows and dropout": {"model": {**_LLAMA, **_WINDOWS, **_DROPOUT}},
     "llama in bf16": {"model": _LLAMA, "train": {"precision": "bf16"}},
     "moe": {"model": _MOE},
     "moe in bf16": {"model": _MOE, "train": {"precision": "bf16"}},
@@ -186,12 +190,17 @@ VARIANTS: dict[str, Sections] = {
     },
     "moe with padded room for all": {"model": {**_MOE, **_ROOM}},
     "moe with padded room for all and lora": {**_EXPERTS_LORA, "model": {**_LLAMA, **_MOE, **_ROOM}},
+    "mixtral with windows": {"model": {**_LLAMA, **_MOE, "window_size": [5, 0], "window_attn_skip_freq": 2}},
     "mixtral": {"model": {**_LLAMA, **_MOE, "moe_aux_loss_coeff": 0.1}},
     "mla": {"model": _MLA},
+    "mla with windows": {"model": {**_MLA, **_WINDOWS}},
     "mla with yarn": {"model": {**_MLA, **_MLA_YARN}},
     "mla with more weights": {"model": {**_MLA, "add_bias_linear": True, "normalization": "LayerNorm"}},
     "mtp": {"model": {**_ROPE, "mtp_num_layers": 1}},
     "mtp without weight tying": {"model": {**_ROPE, "mtp_num_layers": 2, "share_embeddings_and_output_weights": False}},
+    "mtp with windows": {
+        "model": {**_ROPE, **_WINDOWS, "mtp_num_layers": 2, "share_embeddings_and_output_weights": False}
+    },
     "deepseek": {"model": _DEEPSEEK},
     # A bias of experts moves by the sign of a difference: whole steps apart where bf16 rounds a score otherwise.
     "deepseek in bf16": {
@@ -200,6 +209,7 @@ VARIANTS: dict[str, Sections] = {
     },
     "lora": _LORA,
     "llama with lora": {**_LORA, "model": _LLAMA},
+    "llama with windows and lora": {**_LORA, "model": {**_LLAMA, **_WINDOWS}},
     "moe with lora": {**_EXPERTS_LORA, "model": {**_LLAMA, **_MOE}},
     "mla with lora": {**_LORA, "model": {**_MLA, "num_layers": 4}, "train": _LONGER},
     "lora in bf16": {**_LORA, "train": {"precision": "bf16"}},
@@ -230,6 +240,7 @@ VARIANTS: dict[str, Sections] = {
     "gpt with dropout and freelb": {**_FREELB, "model": _DROPOUT},
     "gpt with qk-clip": _CLIP,
     "llama with qk-clip": {"model": _LLAMA, **_CLIP},
+    "llama with windows and qk-clip": {"model": {**_LLAMA, **_WINDOWS}, **_CLIP},
     "mla with qk-clip": {"model": _MLA, **_CLIP},
     # What is frozen of tied embeddings has a copy on the last stage, and a layer may be frozen in part.
     "gpt with frozen weights": {"train": {"freeze": ["embedding.*", "decoder.layers.0.*", "decoder.layers.2.mlp.*"]}},
@@ -241,6 +252,7 @@ VARIANTS: dict[str, Sections] = {
     },
     "packed gpt": _PACKED,
     "packed llama": {"model": _LLAMA, **_PACKED},
+    "packed llama with windows": {"model": {**_LLAMA, **_WINDOWS}, **_PACKED},
     "packed mla": {"model": _MLA, **_PACKED},
     "pairs": _PAIRS,
     "packed pairs": _PACKED_PAIRS,
@@ -394,6 +406,24 @@ NVME_ROW = Row(
 """`Suite` chooses the folder."""
 
 
+def _rows_of_windows() -> Iterator[Row]:
+    for layout in ("dp2", "tp2", "tp2 sp", "pp2", "pp2 vpp2", "cp2", "cp4", "tp2 sp pp2 cp2", "pp2 vpp2 cp2 dp2"):
+        yield Row("llama with windows", layout)
+    yield Row("llama with windows", "pp2", {"train": _FULL})
+    yield Row("llama with windows", "dp2", _zero(3), engine="deepspeed")
+    for layout in ("tp2 sp", "cp2", "pp2"):
+        yield Row("llama with windows and dropout", layout)
+    for layout in ("tp2 sp", "pp2 dp2"):
+        yield Row("packed llama with windows", layout)
+    for variant in ("llama with windows and qk-clip", "llama with windows and lora", "mla with windows"):
+        yield Row(variant, "tp2 sp pp2")
+    yield Row("llama with windows and qk-clip", "cp2")
+    yield Row("mla with windows", "cp2")
+    yield Row("mtp with windows", "pp2 vpp2")
+    for layout in ("dp2 ep2", "tp2 sp ep2 etp1", "cp2 ep2"):
+        yield Row("mixtral with windows", layout)
+
+
 def _rows() -> Iterator[Row]:
     # -- data parallel and the optimizer --
     for layout in ("dp2", "dp4"):
@@ -422,6 +452,7 @@ def _rows() -> Iterator[Row]:
     for layout in ("tp2 sp", "cp2", "pp2", "tp2 sp cp2", "tp2 sp pp2"):
         yield Row("llama", layout)
     yield Row("llama with yarn", "tp2 sp cp2")
+    yield from _rows_of_windows()
     yield Row("gpt without weight tying", "pp2")
     yield Row("gpt without weight tying", "tp2 sp pp2")
     for layout in ("tp2", "tp4 sp", "pp2"):
@@ -732,7 +763,11 @@ def _size(variant: str, *layouts: str, zero: bool = False) -> Sections:
     micro_batches = max(2 * each.get("dp", 1) * each.get("pp", 1) for each in degrees)
     samples = max(4, micro_batches) * train.get("micro_batch_size", 1)
     size: Sections = {"train": {"train_iters": max(2, len(layouts)), "global_batch_size": samples}}
-    names_layers = {"layer_drop", "moe_layer_freq"} & model.keys() or "freeze" in train or "distill" in sections
+    names_layers = (
+        {"layer_drop", "moe_layer_freq", "window_attn_skip_freq"} & model.keys()
+        or "freeze" in train
+        or "distill" in sections
+    )
     if not (zero or names_layers or any("pp" in each for each in degrees)):
         size["model"] = {"num_layers": 2}
     return size
@@ -756,6 +791,8 @@ CORE = frozenset(
         "gpt: pp2, num_layers_in_first_pipeline_stage=1",
         "gpt of 5 layers: pp2, account_for_embedding_in_pipeline_split",
         "llama: cp2",
+        "llama with windows: tp2 sp pp2 cp2",
+        "mixtral with windows: dp2 ep2",
         "llama in bf16: tp2 sp cp2",
         "gpt: tp2 sp dp2, overlap_grad_reduce, overlap_param_gather",
         "gpt: tp2 sp pp2 vpp2 dp2",

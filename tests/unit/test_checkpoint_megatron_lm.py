@@ -195,7 +195,7 @@ def test_arguments_are_read_as_plain_values(saved: Training) -> None:
         ("model.vocab_size", {"vocab_size": 505}, "model.vocab_size=505"),
         ("model.vocab_size", {"padded_vocab_size": 256}, ""),
         ("openai_gelu", {"openai_gelu": True}, ""),
-        ("window_size", {"window_size": (128, 0)}, ""),
+        ("model.window_size", {"window_size": [128, 0]}, "model.window_size=[128, 0]"),
     ],
 )
 def test_another_model_is_refused_by_its_key(key: str, changes: dict[str, Any], override: str, saved: Training) -> None:
@@ -206,6 +206,17 @@ def test_another_model_is_refused_by_its_key(key: str, changes: dict[str, Any], 
     assert override in problems[key].fix
     if override and not isinstance(value, bool):
         assert str(value) in problems[key].what
+
+
+def test_windows_are_compared_layer_by_layer() -> None:
+    recipe = tiny(model={**LLAMA, "window_size": [3, 0], "window_attn_skip_freq": [1, 0]})
+    for same in ({}, {"window_attn_skip_freq": 2}):
+        assert not list(check(vars(megatron_lm.arguments(recipe, **same)), recipe))
+    for other in ({"window_attn_skip_freq": None}, {"window_attn_skip_freq": 3}):
+        (problem,) = check(vars(megatron_lm.arguments(recipe, **other)), recipe)
+        assert problem.key == "model.window_attn_skip_freq"
+    (problem,) = check(vars(megatron_lm.arguments(recipe, window_size=(4, 0))), recipe)
+    assert problem.key == "model.window_size"
 
 
 def test_experts_are_compared_layer_by_layer() -> None:

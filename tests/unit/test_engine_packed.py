@@ -32,6 +32,7 @@ CHAT = {"sources": [{"type": "docstrings"}], "chat": {}}
 MODELS: dict[str, dict[str, Any]] = {
     "learned positions": {},
     "rotary positions, grouped queries": LLAMA,
+    "a window": {**LLAMA, "window_size": [3, 0], "window_attn_skip_freq": 2},
     "experts": {**LLAMA, "num_moe_experts": 4},
     "latent attention": {
         "position_embedding_type": "rope", "multi_latent_attention": True, "kv_lora_rank": 16, "qk_head_dim": 16,
@@ -175,7 +176,10 @@ def by_lengths(
     parts = []
     for begin, end in pairwise(boundaries.tolist()):
         q, k, v = (each[begin:end].transpose(0, 1) for each in (query, key, value))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=_options["scale"])
+        before = _options["before"]
+        seen = torch.ones(end - begin, end - begin, dtype=torch.bool).tril()
+        seen = seen if before < 0 else seen.triu(-before)
+        out = F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True, scale=_options["scale"])
         parts.append(out.transpose(0, 1))
     return torch.cat(parts)
 
@@ -193,10 +197,11 @@ def test_attention_by_boundaries_is_that_of_the_mask(name: str, monkeypatch: pyt
         assert boundaries is bound["cu_seq_k"] and boundaries.dtype == torch.int32
         assert (len(boundaries) - 1) % 4 == 0 and boundaries[-1] == len(query)
         assert int(boundaries.diff().max()) <= bound["max_q"] == bound["max_k"]
-        assert bound["window_size"] == (-1, 0)
+        before, after = bound["window_size"]
+        assert after == 0
         assert bound["enable_gqa"] == (query.size(1) != bound["key"].size(1))
         called.append(bound)
-        return by_lengths(query, bound["key"], bound["value"], boundaries, scale=bound["scale"])
+        return by_lengths(query, bound["key"], bound["value"], boundaries, scale=bound["scale"], before=before)
 
     module = built(tiny(model={**MODELS[name], "seq_length": LENGTH}, data=CHAT)).module
     together = batch(talks(), packed=True)
@@ -209,7 +214,8 @@ def test_attention_by_boundaries_is_that_of_the_mask(name: str, monkeypatch: pyt
         lambda self, query, key, value, _dropout, where: self._attend_by_boundaries(query, key, value, where),
     )
     ours, gradients = loss_and_gradients(module, together, attention_mask(positions, dense=False, multiple=4))
-    assert len(called) == 2 and ours / loss == pytest.approx(1, abs=BOUND)
+    windows = [bound["window_size"][0] for bound in called]
+    assert windows == [3 if name == "a window" else -1, -1] and ours / loss == pytest.approx(1, abs=BOUND)
     require_same(gradients, expected)
 
 

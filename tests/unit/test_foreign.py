@@ -46,7 +46,8 @@ if [ -n "$WANDB" ]; then
 fi
 EVIL=$(touch executed)
 torchrun $DIST pretrain_gpt.py "${MODEL_ARGS[@]}" $TRAIN \\
-    --save $1 --window-size 128 0 --use-distributed-optimizer --data-path 0.3 a 0.7 b --split 98,2,0 \\
+    --save $1 --window-size 128,0 --attention-output-gate --use-distributed-optimizer \\
+    --data-path 0.3 a 0.7 b --split 98,2,0 \\
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model my/tokenizer \\
     --eval-interval 500 --init-method-std 0.02 2>&1 | tee `touch executed`
 """
@@ -124,7 +125,13 @@ def test_a_megatron_script_means_what_megatrons_parser_reads(folder: Path, capsy
     assert [(source.path, source.weight) for source in recipe.data.sources] == [("a", 0.3), ("b", 0.7)]
     assert recipe.data.split == (98.0, 2.0, 0.0)
     left = left_out(account)
-    assert left["--window-size"] and left["--wandb-project"] and not left["--save"] and not left["--nproc-per-node"]
+    assert recipe.model.window_size == (128, 0)
+    assert (
+        left["--attention-output-gate"]
+        and left["--wandb-project"]
+        and not left["--save"]
+        and not left["--nproc-per-node"]
+    )
     assert not (folder / "executed").exists()
 
 
@@ -195,6 +202,7 @@ TINY = (
         ("--eval-iters 0 --eval-interval 7", {"--eval-iters": False}),
         ("--optimizer muon --use-distributed-optimizer", {"--use-distributed-optimizer": False}),
         ("--recompute-granularity selective --recompute-modules core_attn", {}),
+        ("--window-size 128,0 --window-attn-skip-freq '([1]*1+[0]*1)'", {}),
     ],
 )
 def test_nothing_is_dropped_without_being_listed(
@@ -207,6 +215,9 @@ def test_nothing_is_dropped_without_being_listed(
         assert (recipe.data.split, recipe.train.eval_interval) == ((98.0, 0.0, 2.0), 7)
     if "muon" in more:
         assert not recipe.parallelism.use_distributed_optimizer
+    if "window" in more:
+        assert recipe.model.window_size == (128, 0)
+        assert recipe.model.window_attn_skip_freq == [1, 0]
     if "core_attn" in more:
         assert recipe.train.recompute_modules == ("core_attn",)
 

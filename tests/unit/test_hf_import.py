@@ -36,7 +36,7 @@ from llmrecipes.recipe.load import load_values
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.rundir import Run
 from llmrecipes.tracking.progress import Counted
-from tests.hf_models import CONFIGS, LENGTH, SIZES, VOCABULARY, saved
+from tests.hf_models import CONFIGS, EXPERTS, LENGTH, ROUTED, SIZES, VOCABULARY, saved
 from tests.refusals import refused, require_message
 from tests.unit.balance_worker import ROOMY
 
@@ -119,10 +119,19 @@ def latent(**mscales: float) -> transformers.PretrainedConfig:
 
 
 POSITIONS: dict[str, tuple[Callable[[], transformers.PretrainedConfig], int]] = {
-    "mistral-window": (lambda: transformers.MistralConfig(**SIZES, sliding_window=WINDOW), WINDOW),
+    "mistral-window": (lambda: transformers.MistralConfig(**SIZES, sliding_window=WINDOW), LENGTH),
+    "mixtral-window": (
+        lambda: transformers.MixtralConfig(**SIZES, num_local_experts=EXPERTS, sliding_window=WINDOW), LENGTH,
+    ),
+    "qwen3_moe-window": (
+        lambda: transformers.Qwen3MoeConfig(
+            **SIZES, **ROUTED, num_experts=EXPERTS, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+        ),
+        LENGTH,
+    ),
     "qwen2-window": (
         lambda: transformers.Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
-        WINDOW,
+        LENGTH,
     ),
     "linear": (
         lambda: transformers.LlamaConfig(**SIZES, rope_parameters={**ROPE, "rope_type": "linear", "factor": 4.0}),

@@ -66,8 +66,6 @@ def with_extra(**extra: Any) -> Recipe:
         ({}, "rotary_interleaved", 1, ("1", "bool")),
         ({}, "min_offloaded_tensor_size", 1.0, ("1.0", "int")),
         ({}, "min_offloaded_tensor_size", 1 << 63, ("9223372036854775808", "int")),
-        ({}, "window_size", [1], ("[1]", "Tuple[int, int]")),
-        ({}, "window_size", [[[]]], ("Tuple[int, int]",)),
         ({}, "no_rope_freq", [1, "a"], ("Union[int, List[int]]",)),
         ({}, "no_rope_freq", [1] * 20_000, ("Union[int, List[int]]",)),
         ({}, "offload_modules", ["x" * 2000], ("list[str]",)),
@@ -90,7 +88,7 @@ def test_a_wrong_field_is_one_problem(model: dict[str, Any], name: str, value: A
 @pytest.mark.parametrize(
     ("model", "name", "value"),
     [
-        ({}, "softmax_scale", 1), ({}, "softmax_scale", None), ({}, "window_size", [8, 0]),
+        ({}, "softmax_scale", 1), ({}, "softmax_scale", None),
         ({}, "no_rope_freq", 2), ({}, "no_rope_freq", [0, 1]), ({}, "flash_attention_version", 3),
         (EXPERTS, "moe_router_force_biased", 0.5), ({**LLAMA, "mtp_num_layers": 1}, "mtp_detach_heads", True),
     ],
@@ -159,7 +157,7 @@ def test_an_unknown_key_of_the_model_is_sent_there() -> None:
         # By `__post_init__`, in a ValueError and an AssertionError; by the layers.
         ({"overlap_p2p_comm_warmup_flush": True}, "batch_p2p_comm"),
         ({"batch_invariant_mode": True}, "FlashAttention"),
-        ({"window_size": [8, 0]}, "window_size"),
+        ({"layernorm_zero_centered_gamma": True}, "layernorm_zero_centered_gamma"),
     ],
 )
 def test_a_combination_is_refused_before_the_ranks_start(extra: dict[str, Any], token: str) -> None:
@@ -205,10 +203,10 @@ def test_an_error_without_extra_keeps_its_traceback(monkeypatch: pytest.MonkeyPa
         transformer_config(derive(tiny(), 1, ROOMY), on_gpu=False, transformer_engine=False)
 
 
-def test_a_window_reaches_transformer_engines_layers() -> None:
-    plan = derive(with_extra(window_size=[8, 0]), 1, ROOMY)
+def test_a_field_reaches_transformer_engines_layers() -> None:
+    plan = derive(with_extra(layernorm_zero_centered_gamma=True), 1, ROOMY)
     made = transformer_config(plan, on_gpu=True, transformer_engine=True)
-    assert made.window_size == (8, 0)
+    assert made.layernorm_zero_centered_gamma
 
 
 # -- what it computes ------------------------------------------------------------------------------------------------

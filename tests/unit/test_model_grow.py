@@ -90,6 +90,7 @@ def grown(folder: Path, model: dict[str, Any], growth: Growth, precision: str = 
     [
         (LLAMA, Growth(layers=5)),
         (GPT, Growth(layers=6)),
+        ({**LLAMA, "window_size": [3, 0], "window_attn_skip_freq": 3}, Growth(layers=5)),
         (LLAMA, Growth(ffn_hidden_size=200)),
         (GPT, Growth(ffn_hidden_size=700)),
         (LLAMA, Growth(hidden_size=192)),

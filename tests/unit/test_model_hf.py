@@ -95,6 +95,23 @@ CASES = {
     ),
     "llama, wide heads": Case("llama", {**LLAMA, "kv_channels": 24}, config={"head_dim": 24}),
     "mistral": Case("mistral", LLAMA, asked=True, config={"sliding_window": None}),
+    "mistral, window": Case(
+        "mistral", {**LLAMA, "window_size": [6, 0]}, config={"sliding_window": 7},
+    ),
+    "qwen2, windows": Case(
+        "qwen2",
+        {**LLAMA, "num_layers": 4, "add_qkv_bias": True, "window_size": [3, 0], "window_attn_skip_freq": [0, 1, 0, 1]},
+        config={"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"] * 2},
+    ),
+    "qwen3, two tokens": Case(
+        "qwen3",
+        {**LLAMA, "num_layers": 2, "qk_layernorm": True, "window_size": [1, 0], "window_attn_skip_freq": [1, 0]},
+        config={"sliding_window": 2, "max_window_layers": 0},
+    ),
+    "mixtral, window": Case("mixtral", {**MIXTRAL, "window_size": [6, 0]}, config={"sliding_window": 7}),
+    "qwen3-moe, window": Case(
+        "qwen3_moe", {**MIXTRAL, "qk_layernorm": True, "window_size": [6, 0]}, config={"sliding_window": 7},
+    ),
     "qwen2": Case("qwen2", {**LLAMA, "add_qkv_bias": True, "share_embeddings_and_output_weights": True}),
     "qwen3": Case("qwen3", {**LLAMA, "qk_layernorm": True, "kv_channels": 24}),
     "apertus: gpt-tiny": Case("apertus", TINY, config={"hidden_act": "gelu"}),
@@ -242,7 +259,8 @@ def stacked(state: State) -> State:
     return found
 
 
-@pytest.mark.parametrize("name", ["gpt-2 as published", "llama", "apertus: gpt-tiny", "mixtral", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["gpt-2 as published", "llama", "apertus: gpt-tiny", "mixtral", "deepseek-v3",
+                                  "qwen2, windows", "mixtral, window"])  # fmt: skip
 def test_greedy_text_is_the_same_token_by_token(name: str, tmp_path: Path) -> None:
     ours = randomised(CASES[name].model)
     theirs, _ = exported(CASES[name], ours, tmp_path)
@@ -269,6 +287,7 @@ def test_every_family_accounts_for_every_key_of_the_model() -> None:
 
 LINKED: dict[str, dict[str, Any]] = {
     "rope_scaling_factor": {"rope_scaling": True},
+    "window_attn_skip_freq": {"window_size": [3, 0]},
     **{key: {"rope_type": "yarn"} for key in LATENT_YARN},
     **{key: YARN for key in Model.model_fields if key.startswith("yarn_")},
 }

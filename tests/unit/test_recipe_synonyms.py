@@ -68,10 +68,11 @@ def test_another_frameworks_name_is_answered_with_ours(name: str, meant: list[st
         "dp",
         "parallelism.data_parallel_size",
         "sliding_window",
+        "model.layer_types",
         "bos_token_id",
         "optimizer.type",
         "model.type",
-        "model.window_size",
+        "model.no_rope_freq",
         "optimizer.overlap_cpu_optimizer_d2h_h2d",
     ],
 )

@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from llmrecipes.engine.core.masters import updated
+from llmrecipes.engine.core.model.attention import tokens_before
 from llmrecipes.engine.core.model.attention_logits import largest_logit, softmax_scale
 from llmrecipes.engine.core.model.gpt import RecipeModel
 from llmrecipes.engine.core.update import gradient, parts
@@ -143,7 +144,9 @@ class LayerNorms(Part):
         group = None
         if attention.config.context_parallel_size > 1:
             group = parallel_state.get_context_parallel_group()
-        most = largest_logit(query.detach(), key.detach(), scale, mask, group)
+        most = largest_logit(
+            query.detach(), key.detach(), scale, mask, group, tokens_before(attention.config, attention.layer_number)
+        )
         self._logits[row] = torch.maximum(self._logits[row], most.double())
 
     def _sees(self, module: torch.nn.Module) -> bool:

@@ -24,6 +24,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from llmrecipes.engine.core.masters import own_ranges, updated
+from llmrecipes.engine.core.model.attention import tokens_before
 from llmrecipes.engine.core.model.attention_logits import largest_logits, softmax_scale
 from llmrecipes.engine.core.update import parts
 from llmrecipes.engine.parts.base import Part, Step
@@ -66,7 +67,9 @@ class QkClip(Part):
         if attention.config.context_parallel_size > 1:
             group = parallel_state.get_context_parallel_group()
         scale = softmax_scale(attention, query.size(-1))
-        most = largest_logits(query.detach(), key.detach(), scale, mask, group)
+        most = largest_logits(
+            query.detach(), key.detach(), scale, mask, group, tokens_before(attention.config, attention.layer_number)
+        )
         torch.maximum(self._logits[number], most, out=self._logits[number])
 
     @torch.no_grad()

@@ -20,6 +20,7 @@ from llmrecipes.hf.families.parts import (
     ROTARY,
     SIZES,
     UNSUPPORTED,
+    WINDOWS,
     YARN,
     Rope,
     gated,
@@ -234,7 +235,7 @@ DEEPSEEK_V3 = Family(
     tensors={**_TENSORS, **_PREDICTIONS},
     # Sigmoid scores have no softmax.
     free=FREE_EXPERTS | {"moe_router_pre_softmax"},
-    default_only=UNSUPPORTED | YARN | {"num_query_groups", "kv_channels"},
+    default_only=UNSUPPORTED | YARN | WINDOWS | {"num_query_groups", "kv_channels"},
     specials=(_Heads(), Rope(latent=True), _Experts(), _Predictions()),
     copies={
         EMBEDDING: f"{LAYERS}embed_tokens.weight",

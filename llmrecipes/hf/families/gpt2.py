@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmrecipes.hf.families.parts import DENSE, EXPERT_KEYS, FREE, LATENT, UNSUPPORTED, YARN
+from llmrecipes.hf.families.parts import DENSE, EXPERT_KEYS, FREE, LATENT, UNSUPPORTED, WINDOWS, YARN
 from llmrecipes.hf.table import (
     ACTIVATIONS,
     FUSED_QKV,
@@ -111,7 +111,12 @@ GPT2 = Family(
     },
     # add_bias_linear includes it; and nothing is rotated.
     free=FREE - {"hidden_dropout"} | {"add_qkv_bias", "rotary_base", "rotary_percent", "rope_scaling_factor"},
-    default_only=UNSUPPORTED | EXPERT_KEYS | LATENT | YARN | {"rope_scaling", "rotary_seq_len_interpolation_factor"},
+    default_only=UNSUPPORTED
+    | EXPERT_KEYS
+    | LATENT
+    | YARN
+    | WINDOWS
+    | {"rope_scaling", "rotary_seq_len_interpolation_factor"},
     specials=(_Dropout(), _Gpt2Heads()),
     training_only=frozenset(
         {

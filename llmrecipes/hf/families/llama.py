@@ -17,7 +17,9 @@ from llmrecipes.hf.families.parts import (
     QKV_BIAS,
     SIZES,
     UNSUPPORTED,
+    WINDOWS,
     Heads,
+    NoWindow,
     Rope,
     Window,
     in_layer,
@@ -36,15 +38,18 @@ LLAMA_FAMILY = Family(
     fixed=(Fixed("attention_bias", False), Fixed("mlp_bias", False)),
     tensors={**AROUND, **NORMS, **ATTENTION, **GATED_MLP},
     free=FREE,
-    default_only=UNSUPPORTED | EXPERT_KEYS | LATENT,
-    specials=(Heads(), Rope(), Window(has=False)),
+    default_only=UNSUPPORTED | EXPERT_KEYS | LATENT | WINDOWS,
+    specials=(Heads(), Rope(), NoWindow()),
 )
+
+_WITH_WINDOWS = LLAMA_FAMILY.default_only - WINDOWS
 
 MISTRAL = replace(
     LLAMA_FAMILY,
     name="mistral",
     architecture="MistralForCausalLM",
     fixed=(),
+    default_only=_WITH_WINDOWS,
     specials=(Heads(), Rope(), Window(said=True)),
 )
 
@@ -55,7 +60,8 @@ QWEN2 = replace(
     needs={**LLAMA, "add_qkv_bias": True},
     fixed=(),
     tensors={**LLAMA_FAMILY.tensors, **QKV_BIAS},
-    specials=(Heads(free=False), Rope(), Window(switch=True)),
+    default_only=_WITH_WINDOWS,
+    specials=(Heads(free=False), Rope(), Window(by_layer=True, switch=True)),
 )
 
 QWEN3 = replace(
@@ -65,7 +71,8 @@ QWEN3 = replace(
     needs={**LLAMA, "qk_layernorm": True},
     fixed=(Fixed("attention_bias", False),),
     tensors={**LLAMA_FAMILY.tensors, **QK_NORM},
-    specials=(Heads(), Rope(), Window(switch=True)),
+    default_only=_WITH_WINDOWS,
+    specials=(Heads(), Rope(), Window(by_layer=True, switch=True)),
 )
 
 APERTUS = replace(

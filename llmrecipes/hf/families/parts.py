@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmrecipes.hf.table import ACTIVATIONS, GATE_UP, QKV, SAME, VOCABULARY, Config, Key, To, Transform, Unsupported
+from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.rules.moe_rules import LATENT_YARN
 from llmrecipes.recipe.schema import TRAINING_ONLY, Model
 
@@ -98,47 +99,85 @@ SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 class Window:
-    """Every token attends to all tokens before it: in a model with a sliding window that holds up to its length.
-
-    With a window of w tokens, token i attends to tokens i - w + 1 to i. So sequences of at most w tokens are computed
-    the same without a window, and w becomes the `max_position_embeddings` of the recipe.
+    """Sliding windows: with one of w tokens, token i attends to tokens i - w + 1 to i, itself included.
 
     Args:
-        has: whether the family has a window; else the size in a file means nothing.
-        said: write `sliding_window: null`.
+        by_layer: whether `layer_types` says which layers have it; else all have, or none.
+        said: write `sliding_window: null` where there is none.
         switch: whether the window is used only with `use_sliding_window: true`, as in Qwen's files.
     """
 
     theirs = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
-    ours = ()
+    ours = ("window_size", "window_attn_skip_freq")
 
-    def __init__(self, *, has: bool = True, said: bool = False, switch: bool = False) -> None:
-        self._has = has
+    def __init__(self, *, by_layer: bool = False, said: bool = False, switch: bool = False) -> None:
+        self._by_layer = by_layer
         self._said = said
         self._switch = switch
 
     def config_of(self, model: Model) -> tuple[dict[str, Any], list[Unsupported]]:
         """See `Special`."""
+        sizes = shape(model)
+        kinds = {"layer_types": [_SLIDING if windowed else _FULL for windowed in sizes.windowed]}
+        config: dict[str, Any] = kinds if self._by_layer and (self._said or sizes.window) else {}
+        if sizes.window is None:
+            config |= {"sliding_window": None} if self._said else {}
+            return config | ({"use_sliding_window": False} if self._switch else {}), []
+        problems = []
+        if not self._by_layer and not all(sizes.windowed):
+            rule = "all layers of a model of this type have the window"
+            problems.append(Unsupported("model.window_attn_skip_freq", model.window_attn_skip_freq, rule))
+        config |= {"sliding_window": sizes.window}
         if self._switch:
-            return {"use_sliding_window": False}, []
-        return ({"sliding_window": None} if self._said else {}), []
+            config |= {"use_sliding_window": True, "max_window_layers": sizes.windowed.index(True)}
+        return config, problems
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
         """See `Special`."""
-        kinds = set(config.get("layer_types") or ())  # most families have no such key
-        window = config.get("sliding_window") if self._has else None
-        if other := sorted(map(str, kinds - {"full_attention", "sliding_attention"})):
-            return {}, [Unsupported("layer_types", other[0], "layers must have full_attention or sliding_attention")]
-        if kinds == {"full_attention"}:
-            window = None
-        if window is None:
-            problem = Unsupported(
-                "layer_types", "sliding_attention", "layers with sliding_attention need a sliding_window"
-            )
-            return {}, [problem] if "sliding_attention" in kinds else []
+        kinds = config.get("layer_types") or []
+        window = config.get("sliding_window")
+        if problems := _unlike(kinds):
+            return {}, problems
+        if window is None or (kinds and _SLIDING not in kinds):
+            rule = f"layers with {_SLIDING} need a sliding_window"
+            return {}, [Unsupported("layer_types", _SLIDING, rule)] if _SLIDING in kinds else []
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
             return {}, [Unsupported("sliding_window", window, "a number of tokens")]
-        return {"max_position_embeddings": min(window, config["max_position_embeddings"])}, []
+        windows: dict[str, Any] = {"window_size": (window - 1, 0)}
+        if _FULL in kinds:
+            if not self._by_layer:
+                rule = "all layers of a model of this type have the window"
+                return {}, [Unsupported("layer_types", _FULL, rule)]
+            windows["window_attn_skip_freq"] = [int(kind == _SLIDING) for kind in kinds]
+        return windows, []
+
+
+class NoWindow:
+    """Every token attends to all tokens before it; transformers reads no size of a window."""
+
+    theirs = Window.theirs
+    ours = ()
+
+    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Unsupported]]:
+        """See `Special`."""
+        return {}, []
+
+    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
+        """See `Special`."""
+        kinds = config.get("layer_types") or []
+        rule = f"all layers of a model of this type have {_FULL}"
+        return {}, _unlike(kinds) or [Unsupported("layer_types", kind, rule) for kind in kinds if kind == _SLIDING][:1]
+
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+WINDOWS = frozenset(Window.ours)
+"""Keys of sliding windows: `default_only` of families without."""
+
+
+def _unlike(kinds: Any) -> list[Unsupported]:
+    """Kinds of layers that no recipe has."""
+    other = sorted(map(str, {*kinds} - {_FULL, _SLIDING}))
+    return [Unsupported("layer_types", other[0], f"layers must have {_FULL} or {_SLIDING}")] if other else []
 
 
 class Rope:

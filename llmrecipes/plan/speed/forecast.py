@@ -377,7 +377,6 @@ def work(plan: Plan) -> Work:
     layout = plan.layout
     model = plan.recipe.model
     train = plan.recipe.train
-    sparse = s.moe_layers(0, s.num_layers)
     latent = (0, 0, 0, 0, 0)
     if model.multi_latent_attention:
         rotated = model.qk_pos_emb_head_dim
@@ -404,8 +403,9 @@ def work(plan: Plan) -> Work:
         topk=model.moe_router_topk if s.num_moe_experts else 0,
         moe_ffn=s.moe_ffn_hidden_size,
         shared_ffn=s.moe_shared_ffn_hidden_size,
-        dense_layers=s.num_layers - sparse if s.num_moe_experts else 0,
+        dense_layers=s.num_layers - s.moe_layers(0, s.num_layers) if s.num_moe_experts else 0,
         latent=latent,
+        keys=s.keys_seen(causal=True) / (s.num_layers + s.mtp_num_layers),
         mtp=s.mtp_num_layers,
         vpp=layout.virtual_pipeline_model_parallel_size,
         ep=layout.expert_model_parallel_size,

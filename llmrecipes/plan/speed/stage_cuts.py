@@ -90,5 +90,7 @@ def _end_in_layers(recipe: Recipe) -> float:
     model = recipe.model
     s = shape(recipe.model)
     sizes = parameters(model, s)
-    layer = (sizes.active - sizes.embedding) / s.num_layers + s.seq_length * (s.query_size + s.context_size) / 2
+    layer = (sizes.active - sizes.embedding) / s.num_layers + s.keys_seen(causal=True) / s.num_layers * (
+        s.query_size + s.context_size
+    )
     return (1 + s.mtp_num_layers) * s.vocab_size * s.hidden_size / layer + s.mtp_num_layers

@@ -55,6 +55,8 @@ class Work:
     """Share of the layers whose whole forward pass is repeated in the backward pass."""
     recomputed_modules: tuple[str, ...] = ()
     """What every layer repeats of its own, as in `train.recompute_modules`."""
+    keys: float = 0.0
+    """Tokens that attention multiplies a token with, on average over the layers; 0: all, or half with `causal`."""
     causal: bool = True
     stage_layers: tuple[tuple[int, ...], ...] = field(default=())
     """Layers of each chunk of each pipeline stage; empty: as even as possible."""
@@ -341,7 +343,8 @@ def _attention(device: Device, stack: Stack, work: Work) -> tuple[float, float]:
     values = work.latent[4] or work.channels
     heads = work.heads / work.tp
     scores = work.mbs * heads * work.seq * work.seq / work.cp
-    flops = 2.0 * scores * (keys + values) * (0.5 if work.causal else 1.0)
+    seen = work.mbs * heads * work.seq * (work.keys or work.seq * (0.5 if work.causal else 1.0)) / work.cp
+    flops = 2.0 * seen * (keys + values)
     if stack.flash:
         rate = device.peak["bf16"] * device.attention * stack.attention * min(1.0, keys / 128) ** 0.3
         # A head's blocks of 128 rows fill the multiprocessors; short sequences leave some idle.

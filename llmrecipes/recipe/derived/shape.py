@@ -34,6 +34,10 @@ class Shape:
     moe_shared_ffn_hidden_size: int
     moe_pattern: int | tuple[int, ...]
     mtp_num_layers: int
+    window: int | None
+    """Tokens that a token attends to in layers with a sliding window, itself included."""
+    windowed: tuple[bool, ...]
+    """Which layers have the window."""
 
     @property
     def query_size(self) -> int:
@@ -54,6 +58,20 @@ class Shape:
     def context_size(self) -> int:
         """Width of the input of attention's output projection."""
         return self.num_attention_heads * self.value_channels
+
+    def keys_seen(self, *, causal: bool) -> float:
+        """Tokens that attention multiplies a token with, in all layers together, on average over a sequence.
+
+        A layer of multi-token prediction has the window of the layer of its own number, as in megatron-core.
+
+        Args:
+            causal: count those that a token sees, else also those after it that only a mask hides.
+        """
+        whole = self.seq_length / 2 if causal else float(self.seq_length)
+        near = min(self.window or self.seq_length, self.seq_length)
+        inside = near * (1 - near / (2 * self.seq_length)) if causal else float(near)
+        layers = (*self.windowed, *self.windowed[: self.mtp_num_layers])
+        return sum(inside if windowed else whole for windowed in layers)
 
     def moe_layers(self, first: int, last: int) -> int:
         """Number of MoE layers among `first` to `last` - 1, counted from 0."""
@@ -93,7 +111,19 @@ def shape(model: Model) -> Shape:
         moe_shared_ffn_hidden_size=model.moe_shared_expert_intermediate_size or 0,
         moe_pattern=pattern if isinstance(pattern, int) else tuple(pattern),
         mtp_num_layers=model.mtp_num_layers or 0,
+        window=None if model.window_size is None else model.window_size[0] + 1,
+        windowed=tuple(_windowed(model)),
     )
+
+
+def _windowed(model: Model) -> Iterator[bool]:
+    """As megatron-core's `is_layer_window_attention`."""
+    skipped = model.window_attn_skip_freq
+    for layer in range(model.num_layers):
+        if model.window_size is None or skipped is None:
+            yield model.window_size is not None
+        else:
+            yield skipped[layer : layer + 1] == [1] if isinstance(skipped, list) else (layer + 1) % skipped != 0
 
 
 @dataclass(frozen=True)

@@ -239,10 +239,8 @@ NOTES: tuple[tuple[str, str], ...] = (
     ("batch_size", "sequences per forward pass on a rank, or per optimizer step"),
     ("min_lr_ratio min_lr_factor", "a learning rate: the ratio × optimizer.lr"),
     ("gradient_checkpointing recompute_layer", "selective or full"),
-    (
-        "sliding_window use_sliding_window max_window_layers layer_types",
-        "not supported: every token attends to all tokens before it",
-    ),
+    ("sliding_window use_sliding_window", "set model.window_size: [n - 1, 0] for a window of n tokens"),
+    ("max_window_layers layer_types", "set model.window_attn_skip_freq"),
     ("per_device_eval_batch_size", "evaluation takes train.micro_batch_size and train.global_batch_size"),
     (
         "attn_implementation _attn_implementation use_flash_attn",

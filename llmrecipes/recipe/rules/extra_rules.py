@@ -111,7 +111,7 @@ LACKED_BY_LOCAL_LAYERS = (
     "activation_func_fp8_input_store", "apply_query_key_layer_scaling", "attention_softmax_in_fp32",
     "disable_parameter_transpose_cache", "flash_attention_version", "fp4", "fused_residual_rmsnorm",
     "fused_single_qkv_rope", "layernorm_zero_centered_gamma", "memory_efficient_layer_norm", "softmax_type",
-    "use_te_activation_func", "use_transformer_engine_op_fuser", "window_attn_skip_freq", "window_size",
+    "use_te_activation_func", "use_transformer_engine_op_fuser",
 )  # fmt: skip
 """Fields of TransformerEngine's kernels, and of what our attention and norm replace in megatron-core's own layers."""
 

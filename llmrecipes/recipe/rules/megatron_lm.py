@@ -48,6 +48,7 @@ BY_ARGUMENT = frozenset(
     {
         *_ROTARY, *_YARN, *LATENT_YARN, "rope_type", *_MUP, *_EXPERTS, "num_attention_heads", "num_query_groups",
         "kv_channels", "rope_scaling", "rope_scaling_factor", "layernorm_epsilon", "activation_func", "extra",
+        "window_size", "window_attn_skip_freq",
     }
 )  # fmt: skip
 """Keys that only the arguments show; without an argument, a recipe has the default."""
@@ -57,7 +58,6 @@ FIXED: Mapping[str, Any] = {
     "layernorm_zero_centered_gamma": False,
     "rotary_interleaved": False,
     "no_rope_freq": None,
-    "window_size": None,
     "softmax_type": "vanilla",
     "qk_l2_norm": False,
     "attention_output_gate": False,
@@ -163,6 +163,7 @@ def _compared(arguments: Arguments, model: Model) -> Iterator[tuple[str, str, An
             yield name, name, arguments[name], getattr(model, name)
     yield from _given(arguments, "ffn_hidden_size", "ffn_hidden_size", sizes.ffn_hidden_size)
     yield from _attention(arguments, model)
+    yield from _windows(arguments, model)
     yield from _positions(arguments, model)
     for name in ("norm_epsilon", "layernorm_epsilon"):
         yield from _given(arguments, "layernorm_epsilon", name, model.layernorm_epsilon)
@@ -203,6 +204,31 @@ def _attention(arguments: Arguments, model: Model) -> Iterator[tuple[str, str, A
     grouped = arguments.get("group_query_attention", "num_query_groups" in arguments)
     groups = arguments.get("num_query_groups") if grouped else arguments.get("num_attention_heads", heads)
     yield "num_query_groups", "num_query_groups", groups, sizes.num_query_groups
+
+
+def _windows(arguments: Arguments, model: Model) -> Iterator[tuple[str, str, Any, Any]]:
+    theirs = arguments.get("window_size")
+    ours = model.window_size
+    # Before 0.13 a window could be infinite on both sides, which is none.
+    theirs = None if theirs is None or list(theirs) == [-1, -1] else list(theirs)
+    if "window_size" in arguments:
+        yield "window_size", "window_size", theirs, None if ours is None else list(ours)
+    if theirs is not None and ours is not None and "window_attn_skip_freq" in arguments:
+        skipped = arguments["window_attn_skip_freq"]
+        same = _kinds(skipped, model.num_layers) == [int(windowed) for windowed in shape(model).windowed]
+        yield (
+            "window_attn_skip_freq",
+            "window_attn_skip_freq",
+            skipped,
+            skipped if same else model.window_attn_skip_freq,
+        )
+
+
+def _kinds(skipped: Any, layers: int) -> list[Any]:
+    """Which layers have the window."""
+    if isinstance(skipped, int) and skipped > 0:
+        return [int((layer + 1) % skipped != 0) for layer in range(layers)]
+    return [1] * layers if skipped is None else list(skipped) if isinstance(skipped, list | tuple) else [skipped]
 
 
 def _latent_positions(arguments: Arguments, model: Model) -> Iterator[tuple[str, str, Any, Any]]:

@@ -11,6 +11,7 @@ from llmrecipes.recipe.sections.section import (
     EXECUTION,
     JsonObject,
     NonNegFloat,
+    NonNegInt,
     PosFloat,
     PosInt,
     Probability,
@@ -86,6 +87,14 @@ class Model(Section):
     """Add biases to all linear layers."""
     add_qkv_bias: bool = False
     """Add a bias to the query-key-value projection only; `add_bias_linear` includes it."""
+    window_size: Annotated[tuple[NonNegInt, Literal[0]], Field(strict=False)] | None = None
+    """Sliding window: with `[n, 0]` a token attends to itself and the n before it (transformers' `sliding_window` of
+    n + 1); unset: to all."""
+    window_attn_skip_freq: Annotated[
+        Annotated[int, Field(ge=2)] | Annotated[list[Literal[0, 1]], Field(min_length=1)] | None,
+        OnlyWith("window_size"),
+    ] = None
+    """Layers without the window: every N-th, or a list with 1 (window) or 0 per layer; unset: none."""
     qk_layernorm: bool = False
     """Normalise queries and keys before their dot product."""
     share_embeddings_and_output_weights: bool = True

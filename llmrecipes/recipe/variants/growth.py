@@ -129,6 +129,8 @@ def _keys(small: Recipe, growth: Growth) -> dict[str, Any]:
             frequency = model.moe_layer_freq
             if not isinstance(frequency, int) or pattern != [int(n % frequency == 0) for n in range(growth.layers)]:
                 keys["model.moe_layer_freq"] = pattern
+        if model.window_attn_skip_freq is not None:
+            keys["model.window_attn_skip_freq"] = [int(s.windowed[layer.source]) for layer in _layers(model, growth)]
     if growth.hidden_size:
         keys["model.hidden_size"] = growth.hidden_size
     if growth.heads:

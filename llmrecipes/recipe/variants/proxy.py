@@ -13,6 +13,7 @@ from llmrecipes.recipe.derived.degrees import model_parallel_size, smallest_worl
 from llmrecipes.recipe.engines import ENGINES, engine_name
 from llmrecipes.recipe.rules import qat_rules
 from llmrecipes.recipe.rules.distill_rules import rehearsed
+from llmrecipes.recipe.rules.layer_kinds import small_pattern, small_windows
 from llmrecipes.recipe.rules.optimizer_rules import small
 from llmrecipes.recipe.rules.preference_rules import rehearsed_chat
 from llmrecipes.recipe.rules.recipe_rules import MIN_BPE_VOCAB
@@ -116,6 +117,7 @@ def small_model(recipe: Recipe, parallel: Parallelism) -> Model:
             "max_position_embeddings": None if longest is None else max(sequence, min(longest, 2 * sequence)),
             "rotary_percent": _rotary_percent(model, small),
             **_yarn(model, sequence, parallel),
+            **small_windows(model, layers, sequence),
             "vocab_size": vocabulary,
             "make_vocab_size_divisible_by": step * ranks if -(-vocabulary // step) * step % ranks else step,
             "transformer_impl": "local" if model.transformer_impl == "local" else "auto",
@@ -170,6 +172,7 @@ def _experts(model: Model, parallel: Parallelism, layers: int, shrink: float) ->
     number, shares = model.num_moe_experts or 1, parallel.expert_model_parallel_size
     small = max(shares, min(number, MAX_EXPERTS) // shares * shares)
     topk, groups, chosen = model.moe_router_topk, model.moe_router_num_groups, model.moe_router_group_topk
+    frequency = model.moe_layer_freq
     if small != number:
         topk = min(topk, 2, small)
         if groups and chosen:
@@ -186,20 +189,8 @@ def _experts(model: Model, parallel: Parallelism, layers: int, shrink: float) ->
         "moe_router_group_topk": chosen,
         "moe_ffn_hidden_size": _scaled(model.moe_ffn_hidden_size, shrink),
         "moe_shared_expert_intermediate_size": _scaled(model.moe_shared_expert_intermediate_size, shrink),
-        "moe_layer_freq": _pattern(model.moe_layer_freq, layers),
+        "moe_layer_freq": small_pattern(frequency, layers) if isinstance(frequency, list) else frequency,
     }
-
-
-def _pattern(pattern: int | list[Any], layers: int) -> int | list[Any]:
-    """Every n-th entry of a list, including both ends and both kinds of layers."""
-    if isinstance(pattern, int):
-        return pattern
-    small = [pattern[index * (len(pattern) - 1) // max(layers - 1, 1)] for index in range(layers)]
-    if 0 in pattern and 0 not in small:
-        small[0] = 0
-    if 1 in pattern and 1 not in small:
-        small[-1] = 1
-    return small
 
 
 def _latent(model: Model, shrink: float) -> dict[str, Any]:

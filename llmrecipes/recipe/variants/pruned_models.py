@@ -292,6 +292,13 @@ def check(before: Recipe, after: Recipe, *, unstructured: bool) -> Iterator[Prob
             "layers can only be removed if all layers are of one kind",
             "--method width or experts",
         )
+    if ours.window_attn_skip_freq is not None and old.num_layers != new.num_layers:
+        yield Problem(
+            "model.num_layers",
+            f"{new.num_layers} with window_attn_skip_freq {ours.window_attn_skip_freq}",
+            "layers can only be removed if all layers are of one kind",
+            "--method width or experts",
+        )
     learned = ours.position_embedding_type == "learned_absolute"
     if learned and old.max_position_embeddings != new.max_position_embeddings:
         yield Problem(

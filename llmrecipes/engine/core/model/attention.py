@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -29,6 +29,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, 
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from llmrecipes.engine.core.model.dropout import Masks, dropped
 from llmrecipes.plan.kernels import attends_by_boundaries
@@ -83,6 +84,7 @@ class SdpaCoreAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = softmax_scale
+        self.before = tokens_before(config, layer_number)
         self._masks: Masks | None = None
         self._place = ""
         self.context_group: Any = None
@@ -138,9 +140,7 @@ class SdpaCoreAttention(MegatronModule):
             raise NotImplementedError("packed conversations are not split over context-parallel ranks")
         if mask.dtype == torch.bool:
             # With a mask and fewer keys than queries, torch has no fused kernel on a GPU.
-            copies = query.size(2) // key.size(2)
-            if copies > 1:
-                key, value = (tensor.repeat_interleave(copies, dim=2) for tensor in (key, value))
+            key, value = _one_each(query, key, value)
             return self._attend(query, key, value, dropout, is_causal=False, mask=mask, is_dense=True)
         return self._attend_one_by_one(query, key, value, dropout, mask)
 
@@ -178,7 +178,7 @@ class SdpaCoreAttention(MegatronModule):
             length,  # no conversation is longer
             length,
             scale=self._scale(query),
-            window_size=(-1, 0),  # causal
+            window_size=(-1 if self.before is None else self.before, 0),  # causal
             enable_gqa=q.size(1) != k.size(1),
         )
         result: torch.Tensor = out.unflatten(0, (batch, length)).transpose(0, 1)
@@ -222,6 +222,16 @@ class SdpaCoreAttention(MegatronModule):
             is_dense: whether the mask has a value for each pair of tokens, else it is causal.
             begin: the first sample, query and key in the micro-batch and the sequence.
         """
+        if self.before is not None and key.size(0) > self.before + 1:
+            # In each call the last query and the last key have the same position, so earlier keys are out of sight.
+            hidden = max(0, key.size(0) - query.size(0) - self.before)
+            key, value = key[hidden:], value[hidden:]
+            begin = (begin[0], begin[1], begin[2] + hidden)
+            near = window_mask(query.size(0), key.size(0), self.before, query.dtype, query.device)
+            mask = near.masked_fill(~mask[..., hidden:], -math.inf) if mask is not None and is_dense else near
+            is_causal, is_dense = False, True
+            if query.device.type != "cpu":
+                key, value = _one_each(query, key, value)
         # [s, b, h, d] -> [b, h, s, d] and back, as views.
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         if dropout and self._masks is not None:
@@ -254,7 +264,7 @@ class SdpaCoreAttention(MegatronModule):
 
         Args:
             query, key, value: [b, heads, s, channels].
-            mask: true where a query sees a key; None: causal.
+            mask: true, or 0 if not bool, where a query sees a key; None: causal.
             before: keys before the first query.
             draw: the mask of dropout, of the size of the scores.
         """
@@ -265,12 +275,44 @@ class SdpaCoreAttention(MegatronModule):
         scores = (query.float() * root) @ (key.float() * root).transpose(2, 3)
         if mask is None:
             mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=query.device).tril(before)
+        if mask.dtype != torch.bool:
+            mask = mask == 0
         probabilities = torch.softmax(scores.masked_fill_(~mask, -math.inf), -1)
         return (dropped(probabilities, draw(scores.shape), dropout) @ value.float()).to(query.dtype)
 
     def sharded_state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
         """No parameters, nothing to save."""
         return {}
+
+
+def _one_each(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A key and a value for each query head: with a mask and fewer, torch has no fused kernel on a GPU."""
+    copies = query.size(2) // key.size(2)
+    if copies == 1:
+        return key, value
+    return key.repeat_interleave(copies, dim=2), value.repeat_interleave(copies, dim=2)
+
+
+def tokens_before(config: TransformerConfig, layer_number: int) -> int | None:
+    """Tokens before it that a token attends to in a layer with a sliding window; None: to all.
+
+    Args:
+        config: megatron-core's configuration.
+        layer_number: of the layer, from 1.
+    """
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return None
+    before, _after = config.window_size
+    return int(before)
+
+
+@lru_cache(maxsize=4)  # for all layers; a GPU has a few lengths too
+def window_mask(queries: int, keys: int, before: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What is added to the scores of [queries, keys] whose last ones have the same position: 0, or -inf where a key is
+    after the query or more than `before` tokens ahead of it."""
+    later = keys - queries
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(later).triu(later - before)
+    return torch.zeros(queries, keys, dtype=dtype, device=device).masked_fill_(~seen, -math.inf)
 
 
 def _gather(part: torch.Tensor, group: Any) -> torch.Tensor:

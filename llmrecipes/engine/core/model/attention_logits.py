@@ -33,15 +33,25 @@ def softmax_scale(attention: torch.nn.Module, channels: int) -> float:
 
 
 def largest_logit(
-    query: torch.Tensor, key: torch.Tensor, scale: float, mask: torch.Tensor | None = None, group: Any = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None = None,
+    group: Any = None,
+    before: int | None = None,
 ) -> torch.Tensor:
     """As `largest_logits`, over the heads of this rank: a scalar."""
-    return largest_logits(query, key, scale, mask, group).amax()
+    return largest_logits(query, key, scale, mask, group, before).amax()
 
 
 @torch.no_grad()
 def largest_logits(
-    query: torch.Tensor, key: torch.Tensor, scale: float, mask: torch.Tensor | None = None, group: Any = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None = None,
+    group: Any = None,
+    before: int | None = None,
 ) -> torch.Tensor:
     """Largest logit of each head over this rank's sequences and the keys that a query sees: [heads], fp32, on device.
 
@@ -50,6 +60,7 @@ def largest_logits(
         key: [sk, b, groups, channels].
         scale: of the products.
         mask: of packed conversations (`attention.attention_mask`); None: causal over whole sequences.
+        before: tokens before it that a query sees, see `attention.tokens_before`.
         group: context-parallel ranks with parts of the sequence, of which all call this; None: there is one.
     """
     parts = [(query, 0)]
@@ -62,15 +73,18 @@ def largest_logits(
         length = query.size(0) // 2
         parts = list(zip(query.split(length), (rank * length, (2 * size - 1 - rank) * length), strict=True))
     allowed = None if mask is None else _allowed(mask, query.size(0), query.size(1))
-    return torch.stack([_largest(queries, key, first, allowed) for queries, first in parts]).amax(0) * scale
+    return torch.stack([_largest(queries, key, first, allowed, before) for queries, first in parts]).amax(0) * scale
 
 
-def _largest(query: torch.Tensor, key: torch.Tensor, first: int, allowed: torch.Tensor | None) -> torch.Tensor:
+def _largest(
+    query: torch.Tensor, key: torch.Tensor, first: int, allowed: torch.Tensor | None, before: int | None
+) -> torch.Tensor:
     """[heads], unscaled, of queries of consecutive positions.
 
     Args:
         first: position of the first query among the keys.
         allowed: [b, sq, sk], whether a query sees a key; None: it sees those up to it.
+        before: as in `largest_logits`.
     """
     length, batch, heads, channels = query.shape
     groups = key.size(2)
@@ -86,6 +100,9 @@ def _largest(query: torch.Tensor, key: torch.Tensor, first: int, allowed: torch.
         else:
             later = torch.ones(end - start, end - start, dtype=torch.bool, device=query.device).triu(1)
             scores[..., first + start :].masked_fill_(later, -torch.inf)
+        if before is not None:
+            near = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(first + start - before)
+            scores.masked_fill_(~near, -torch.inf)
         largest.append(scores.amax((0, 3, 4)).flatten().float())
     return torch.stack(largest).amax(0)
 
