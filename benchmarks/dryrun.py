@@ -23,8 +23,9 @@ from typing import Any
 from benchmarks.common import close, machine, parser
 from benchmarks.drawn_layouts import CLOSE, described, deviations, drawn
 from llmrecipes.errors import UserError
+from llmrecipes.files import recipes_dir
 from llmrecipes.recipe.derived.stage_runs import as_run
-from llmrecipes.recipe.load import load, names, recipes_dir
+from llmrecipes.recipe.load import load, names
 from llmrecipes.workflow.dryrun import dry_run, environment
 from llmrecipes.workflow.plan import plan_on
 

@@ -19,13 +19,13 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, m
 
 from llmrecipes.commandline import PROGRAM, command_line
 from llmrecipes.errors import UserError
-from llmrecipes.files import checkout
+from llmrecipes.files import checkout, recipes_dir
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.io import write_atomic
 from llmrecipes.plan.run_plan import RunPlan
 from llmrecipes.plan.speed.forecast import forecast_run
 from llmrecipes.plan.speed.search import Candidate, fastest
-from llmrecipes.recipe.load import Loaded, hash_of, load, names, recipes_dir
+from llmrecipes.recipe.load import Loaded, hash_of, load, names
 from llmrecipes.runfiles import PLAN
 from llmrecipes.tracking.run_environment import capture
 from llmrecipes.units import GIB

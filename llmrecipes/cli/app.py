@@ -244,7 +244,18 @@ def run(arguments: Sequence[str]) -> int:
     name = _command(arguments)
     if name in MOVED:
         return _fail(UserError("no such command any more", where=name, fix=MOVED[name]), "--json" in arguments)
-    return dispatch(_parser(name), arguments, PROGRAM)
+    parser = _list if tuple(arguments) in LISTS else _parser(name)
+    return dispatch(parser, arguments, PROGRAM)
+
+
+LISTS = ("list",), ("list", "--json")
+"""Command lines that are not parsed: that would take half of their time, for an import of pydantic."""
+
+
+def _list(args: Sequence[str], **_: object) -> None:
+    from llmrecipes.cli.recipes import list_recipes
+
+    list_recipes("--json" in args)
 
 
 def dispatch(parser: Callable[..., Any], arguments: Sequence[str], name: str) -> int:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 def list_recipes(as_json: JsonOption = False) -> None:
     """List recipes with their size."""
-    from llmrecipes.recipe.load import names, recipes_dir
+    from llmrecipes.files import recipes_dir
 
-    rows = summaries(names(recipes_dir()))
+    rows = summaries(recipes_dir())
     tables.show(json.dumps(rows, indent=2) if as_json else recipe_table(rows))
 
 
@@ -208,26 +208,71 @@ def schema() -> None:
 def docs(
     check: Annotated[bool, typer.Option("--check", help="Only check the files; fail if they are out of date.")] = False,
 ) -> None:
-    """Generate docs/reference/keys.md and recipes/schema.json."""
+    """Generate docs/reference/keys.md and two files in recipes/."""
     from llmrecipes.files import require_checkout
-    from llmrecipes.recipe.reading.keys import generated
 
     root = require_checkout("llmrecipes docs")
-    stale = [path for path, text in generated(root).items() if not path.is_file() or path.read_text("utf-8") != text]
+    files = _generated(root)
+    stale = [path for path, text in files.items() if not path.is_file() or path.read_text("utf-8") != text]
     if check and stale:
         raise UserError(
             f"out of date: {', '.join(str(path.relative_to(root)) for path in stale)}", fix="llmrecipes docs"
         )
     for path in stale:
-        path.write_text(generated(root)[path], "utf-8")
+        path.write_text(files[path], "utf-8")
         print(f"wrote {path.relative_to(root)}")
     if not stale:
         print("up to date")
 
 
-def summaries(names: list[str]) -> list[dict[str, Any]]:
-    """Name, parameters, training tokens and description of recipes; an invalid one has its `error` instead."""
-    return [_summary(name) for name in names]
+LIST = "list.json"
+"""File of a folder of recipes with what `list` prints of each, and the SHA-256 of the file that it was made from."""
+
+
+def summaries(recipes: Path, *, known: bool = True) -> list[dict[str, Any]]:
+    """Name, parameters, training tokens and description of the recipes in a folder; an invalid one has its `error`.
+
+    Args:
+        recipes: the folder.
+        known: recipes that have not changed since `LIST` was written are not read: all take most of the time of `list`.
+    """
+    written = _written(recipes / LIST) if known else {}
+    rows = []
+    for path in sorted(recipes.glob("*.yaml"), key=lambda path: path.stem):
+        row = written.get(path.stem)
+        if not isinstance(row, dict) or row.pop("sha256", None) != _sha256(path):
+            row = _summary(path.stem, recipes)
+        rows.append({"name": path.stem, **row})
+    return rows
+
+
+def _written(path: Path) -> dict[str, Any]:
+    from llmrecipes.untrusted import Refused, read_json
+
+    try:
+        content = read_json(path)
+    except (OSError, Refused):  # the folder has none, or one of another program
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _sha256(path: Path) -> str | None:
+    from hashlib import sha256
+
+    try:
+        return sha256(path.read_bytes()).hexdigest()
+    except OSError:  # reading it as a recipe says why
+        return None
+
+
+def _generated(root: Path) -> dict[Path, str]:
+    """The generated files of a checkout with their expected text."""
+    from llmrecipes.recipe.reading.keys import generated
+
+    recipes = root / "recipes"
+    rows = {row.pop("name"): row for row in summaries(recipes, known=False)}
+    listed = {name: {"sha256": _sha256(recipes / f"{name}.yaml"), **row} for name, row in rows.items()}
+    return {**generated(root), recipes / LIST: json.dumps(listed, indent=1, ensure_ascii=False) + "\n"}
 
 
 def recipe_table(rows: list[dict[str, Any]]) -> TextTable:
@@ -243,19 +288,19 @@ def recipe_table(rows: list[dict[str, Any]]) -> TextTable:
     return TextTable(cells, right=(1, 2))
 
 
-def _summary(name: str) -> dict[str, Any]:
+def _summary(name: str, recipes: Path) -> dict[str, Any]:
     from llmrecipes.plan.parameters import count
     from llmrecipes.recipe.derived.batch_schedule import tokens_of
     from llmrecipes.recipe.derived.shape import shape
     from llmrecipes.recipe.load import load
 
     try:
-        recipe = load(name).recipe
+        recipe = load(name, directory=recipes).recipe
     except UserError as error:  # one invalid file must not hide the others
-        return {"name": name, "error": str(error)}
+        return {"error": str(error)}
     tokens = tokens_of(recipe)
     parameters = count(recipe.model, shape(recipe.model)).total
-    return {"name": name, "parameters": parameters, "tokens": tokens, "description": recipe.description}
+    return {"parameters": parameters, "tokens": tokens, "description": recipe.description}
 
 
 def cluster_summaries(names: list[str]) -> list[dict[str, Any]]:

@@ -19,6 +19,12 @@ def folder(name: str) -> Path:
     return Path(os.path.normpath(path.parent / path.readlink())) if path.is_symlink() else path
 
 
+def recipes_dir() -> Path:
+    """Folder of the named recipes: `LLMRECIPES_RECIPES`, else `recipes/` of the checkout or package."""
+    configured = os.environ.get("LLMRECIPES_RECIPES")
+    return Path(configured) if configured else folder("recipes")
+
+
 def checkout() -> Path | None:
     """The checkout that the program runs from; None for an installed one."""
     root = Path(__file__).parents[2]

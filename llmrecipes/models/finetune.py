@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from llmrecipes.commandline import command_line
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.files import recipes_dir
 from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.io import write_atomic
 from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.plan.check import fitted
-from llmrecipes.recipe.load import DEFAULTS_NOTE, load, load_values, recipes_dir, short
+from llmrecipes.recipe.load import DEFAULTS_NOTE, load, load_values, short
 from llmrecipes.rundir import Run
 from llmrecipes.workflow.new import as_values, source_of
 from llmrecipes.workflow.pretrained import recipe_name, recipe_values, require_tokenizer

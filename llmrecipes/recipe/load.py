@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +13,7 @@ from typing import Any, cast
 from pydantic import BaseModel, ValidationError
 
 from llmrecipes.errors import UserError
-from llmrecipes.files import folder
+from llmrecipes.files import recipes_dir
 from llmrecipes.nested import leaves
 from llmrecipes.recipe import document
 from llmrecipes.recipe.derived import layer_pattern
@@ -68,12 +67,6 @@ class Loaded:
     def where(self, key: str) -> str:
         """Location of a key (or of the nearest section around it) for messages: file and line, or the override."""
         return document.where(key, self.path, self.lines, self.overridden)
-
-
-def recipes_dir() -> Path:
-    """Folder of the named recipes: `LLMRECIPES_RECIPES`, else `recipes/` of the checkout or package."""
-    configured = os.environ.get("LLMRECIPES_RECIPES")
-    return Path(configured) if configured else folder("recipes")
 
 
 def names(directory: Path | None = None) -> list[str]:

@@ -209,8 +209,8 @@ def say(*words: Any) -> None:
 def freeze_modules() -> None:
     """Exclude the objects of this process from garbage collection, to its end.
 
-    A training and a dry run exclude some too, and end by including all: every later collection of the process would look
-    at each module again, for a second.
+    A training and a dry run exclude some too, and end by including all: every later collection of the process would
+    look at each module again, for a second.
     """
     gc.freeze()
     for name in ("freeze", "unfreeze"):

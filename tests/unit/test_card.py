@@ -13,7 +13,8 @@ import pytest
 from lab.__main__ import run
 from lab.cards import cards as workflow
 from lab.cards.command import table
-from llmrecipes.recipe.load import names, recipes_dir
+from llmrecipes.files import recipes_dir
+from llmrecipes.recipe.load import names
 from tests.refusals import require_message
 
 ROOT = Path(__file__).parents[2]

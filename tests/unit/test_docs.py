@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from llmrecipes.cli.app import run
+from llmrecipes.files import recipes_dir
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import derive
-from llmrecipes.recipe.load import load, names, recipes_dir
+from llmrecipes.recipe.load import load, names
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*/*.md")))

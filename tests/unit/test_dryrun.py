@@ -22,6 +22,7 @@ from llmrecipes.cli import app as cli
 from llmrecipes.dryrun.dry_run_spec import PARTS, DryRunSpec, RankReport
 from llmrecipes.dryrun.pictures import memory_svg, passes_svg
 from llmrecipes.engine.core.checkpoint import format as checkpoint_format
+from llmrecipes.files import recipes_dir
 from llmrecipes.hardware.machine import planned
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.plan.memory import communicators
@@ -30,7 +31,7 @@ from llmrecipes.recipe.derived.degrees import model_parallel_size, smallest_worl
 from llmrecipes.recipe.derived.stage_runs import as_run, stage_named, stage_recipes
 from llmrecipes.recipe.derived.stages import span_of
 from llmrecipes.recipe.engines import MEGATRON, engine_name
-from llmrecipes.recipe.load import load, names, recipes_dir
+from llmrecipes.recipe.load import load, names
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.units import GIB
 from tests.dist.test_checkpoint_scale import held_and_sent, read_on_resume

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from llmrecipes.files import recipes_dir
 from llmrecipes.recipe.document import MAX_DEPTH, MAX_SHOWN
-from llmrecipes.recipe.load import Loaded, load, names, recipe_hash, recipes_dir, short, to_yaml
+from llmrecipes.recipe.load import Loaded, load, names, recipe_hash, short, to_yaml
 from llmrecipes.recipe.variants.proxy import proxy
 from tests.refusals import has_token, refused
 
