@@ -24,6 +24,17 @@ CONFIGS: dict[str, Any] = {
     ),
     "llama": lambda: transformers.LlamaConfig(**SIZES),
     "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=None),
+    "ministral": lambda: transformers.MinistralConfig(
+        **SIZES, head_dim=16, sliding_window=16, layer_types=["full_attention", "sliding_attention"],
+    ),
+    "seed_oss": lambda: transformers.SeedOssConfig(
+        **SIZES, head_dim=32, attention_dropout=0.0, residual_dropout=0.0, pad_token_id=0,
+    ),
+    "phi3": lambda: transformers.Phi3Config(**SIZES, pad_token_id=0, eos_token_id=0),
+    "smollm3": lambda: transformers.SmolLM3Config(
+        **SIZES, no_rope_layers=[1, 0], use_sliding_window=True, sliding_window=16, pad_token_id=0,
+    ),
+    "ernie4_5": lambda: transformers.Ernie4_5Config(**SIZES, head_dim=32),
     "qwen2": lambda: transformers.Qwen2Config(**SIZES),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=EXPERTS),

@@ -327,10 +327,9 @@ def _windows(left: dict[str, Any], draft: Draft, ranks: int) -> None:
     window = left.get("window_size")
     if isinstance(window, str):
         _take(left, draft, "window_size", "model.window_size", [plain(part) for part in window.strip("()").split(",")])
-    layers = left.get("window_attn_skip_freq")
-    if isinstance(layers, str):
-        option = "window_attn_skip_freq"
-        _take(left, draft, option, f"model.{option}", _pattern(layers, option))
+    for option in ("window_attn_skip_freq", "no_rope_freq"):
+        if isinstance(layers := left.get(option), str):
+            _take(left, draft, option, f"model.{option}", _pattern(layers, option))
 
 
 def _experts(left: dict[str, Any], draft: Draft, ranks: int) -> None:

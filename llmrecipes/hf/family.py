@@ -6,13 +6,19 @@ from typing import Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.hf.families.deepseek import DEEPSEEK_V3
+from llmrecipes.hf.families.ernie import ERNIE_4_5
 from llmrecipes.hf.families.gpt2 import GPT2
-from llmrecipes.hf.families.llama import APERTUS, LLAMA_FAMILY, MISTRAL, QWEN2, QWEN3
+from llmrecipes.hf.families.llama import APERTUS, LLAMA_FAMILY, MINISTRAL, MISTRAL, QWEN2, QWEN3, SEED_OSS
 from llmrecipes.hf.families.mixture import MIXTRAL, QWEN3_MOE
+from llmrecipes.hf.families.phi3 import PHI3
+from llmrecipes.hf.families.smollm3 import SMOLLM3
 from llmrecipes.hf.table import Config, Family, Unsupported
 from llmrecipes.recipe.schema import Model
 
-_ORDER = (GPT2, LLAMA_FAMILY, MISTRAL, QWEN2, QWEN3, APERTUS, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3)
+_ORDER = (
+    GPT2, LLAMA_FAMILY, MISTRAL, QWEN2, QWEN3, APERTUS, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3,
+    MINISTRAL, SEED_OSS, PHI3, SMOLLM3, ERNIE_4_5,
+)  # fmt: skip
 FAMILIES: dict[str, Family] = {family.name: family for family in _ORDER}
 """By `model_type`; the first that has the form of a recipe is used."""
 

@@ -247,7 +247,9 @@ def _differences(model: Model, theirs: Model) -> Iterator[UserError]:
 
 
 def _plain(name: str, value: Any, model: Model) -> Any:
-    """Values that mean the same: layers with experts, or with a window, as a list."""
+    """Values that mean the same: layers with experts, with a window or without rotation, as a list."""
+    if name == "no_rope_freq" and isinstance(value, int):
+        return [int((layer + 1) % value == 0) for layer in range(model.num_layers)]
     if name == "window_attn_skip_freq" and isinstance(value, int):
         return [int((layer + 1) % value != 0) for layer in range(model.num_layers)]
     if name == "moe_layer_freq" and isinstance(value, int) and value > 0:

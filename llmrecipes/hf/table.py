@@ -65,11 +65,18 @@ class _QueryKeyValue:
         return [part.reshape(-1, *tensor.shape[1:]) for part in parts]
 
 
-class _FusedQueryKeyValue:
-    """GPT-2's one projection of [in, all queries, all keys, all values]."""
+class _StackedQueryKeyValue:
+    """Phi-3's one projection of [all queries, all keys, all values]."""
 
     def split(self, tensor: torch.Tensor, model: Model) -> list[torch.Tensor]:
-        return [torch.cat(QKV.split(tensor, model)).t()]
+        return [torch.cat(QKV.split(tensor, model))]
+
+
+class _FusedQueryKeyValue:
+    """GPT-2's, as Conv1D."""
+
+    def split(self, tensor: torch.Tensor, model: Model) -> list[torch.Tensor]:
+        return [STACKED_QKV.split(tensor, model)[0].t()]
 
 
 def _heads(model: Model) -> tuple[int, int, int]:
@@ -83,6 +90,7 @@ TRANSPOSED: Transform = _Transposed()
 VOCABULARY: Transform = _Vocabulary()
 GATE_UP: Transform = _GateUp()
 QKV: Transform = _QueryKeyValue()
+STACKED_QKV: Transform = _StackedQueryKeyValue()
 FUSED_QKV: Transform = _FusedQueryKeyValue()
 
 

@@ -165,6 +165,7 @@ VARIANTS: dict[str, Sections] = {
     "llama": {"model": _LLAMA},
     "llama with yarn": {"model": {**_LLAMA, **_YARN}},
     "llama with windows": {"model": {**_LLAMA, **_WINDOWS}},
+    "llama without some rotations": {"model": {**_LLAMA, "no_rope_freq": [0, 1, 0, 0]}},
     "llama with windows and dropout": {"model": {**_LLAMA, **_WINDOWS, **_DROPOUT}},
     "llama in bf16": {"model": _LLAMA, "train": {"precision": "bf16"}},
     "moe": {"model": _MOE},
@@ -409,6 +410,8 @@ NVME_ROW = Row(
 def _rows_of_windows() -> Iterator[Row]:
     for layout in ("dp2", "tp2", "tp2 sp", "pp2", "pp2 vpp2", "cp2", "cp4", "tp2 sp pp2 cp2", "pp2 vpp2 cp2 dp2"):
         yield Row("llama with windows", layout)
+    for layout in ("tp2 sp", "pp2 vpp2", "cp2"):
+        yield Row("llama without some rotations", layout)
     yield Row("llama with windows", "pp2", {"train": _FULL})
     yield Row("llama with windows", "dp2", _zero(3), engine="deepspeed")
     for layout in ("tp2 sp", "cp2", "pp2"):
@@ -764,7 +767,7 @@ def _size(variant: str, *layouts: str, zero: bool = False) -> Sections:
     samples = max(4, micro_batches) * train.get("micro_batch_size", 1)
     size: Sections = {"train": {"train_iters": max(2, len(layouts)), "global_batch_size": samples}}
     names_layers = (
-        {"layer_drop", "moe_layer_freq", "window_attn_skip_freq"} & model.keys()
+        {"layer_drop", "moe_layer_freq", "window_attn_skip_freq", "no_rope_freq"} & model.keys()
         or "freeze" in train
         or "distill" in sections
     )

@@ -38,6 +38,8 @@ TOKENS = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manu
 CASES: dict[str, dict[str, Any]] = {
     "gpt2": {"rank": 4, "alpha": 6.0},
     "llama": {"rank": 4, "dropout": 0.5},
+    "phi3": {"rank": 4},
+    "ernie4_5": {"rank": 4, "target_modules": ["linear_qkv"]},
     "qwen3": {"rank": 4, "target_modules": ["linear_qkv", "linear_fc2"]},
     "mixtral": {"rank": 4, "target_modules": ["linear_qkv"]},
     "deepseek_v3": {
@@ -141,7 +143,13 @@ def test_peft_computes_the_same(name: str, tmp_path: Path) -> None:
     adapted = peft.PeftModel.from_pretrained(whole, made.path)
     assert made.parameters == sum(each.numel() for name, each in adapted.named_parameters() if "lora_" in name)
     assert (theirs(adapted) - here).abs().max() < 1e-5
-    export("a", tmp_path / "merged", tmp_path / "runs", tmp_path, ExportOptions(tokenizer=False, merge_adapter=True))
+    export(
+        "a",
+        tmp_path / "merged",
+        tmp_path / "runs",
+        tmp_path,
+        ExportOptions(tokenizer=False, merge_adapter=True, family=kind),
+    )
     ready = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert (theirs(ready) - here).abs().max() < 1e-5
     merged = adapted.merge_and_unload().state_dict()
@@ -155,7 +163,13 @@ def test_adapters_of_shared_experts_leave_in_a_whole_model_alone(tmp_path: Path)
     here = trained(new_run(lora_recipe(base, OF_EXPERTS), tmp_path))
     with refused("lora.target_modules", rule="--merge-adapter"):
         export_adapter("a", None, tmp_path / "runs")
-    export("a", tmp_path / "merged", tmp_path / "runs", tmp_path, ExportOptions(tokenizer=False, merge_adapter=True))
+    export(
+        "a",
+        tmp_path / "merged",
+        tmp_path / "runs",
+        tmp_path,
+        ExportOptions(tokenizer=False, merge_adapter=True),
+    )
     ready = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert (theirs(ready) - here).abs().max() < 1e-5
 

@@ -66,8 +66,6 @@ def with_extra(**extra: Any) -> Recipe:
         ({}, "rotary_interleaved", 1, ("1", "bool")),
         ({}, "min_offloaded_tensor_size", 1.0, ("1.0", "int")),
         ({}, "min_offloaded_tensor_size", 1 << 63, ("9223372036854775808", "int")),
-        ({}, "no_rope_freq", [1, "a"], ("Union[int, List[int]]",)),
-        ({}, "no_rope_freq", [1] * 20_000, ("Union[int, List[int]]",)),
         ({}, "offload_modules", ["x" * 2000], ("list[str]",)),
         ({}, "softmax_type", "flat", ("'flat'", "Literal['vanilla', 'off-by-one', 'learnable']")),
         ({}, "glu_linear_offset", None, ("None", "float")),
@@ -89,7 +87,7 @@ def test_a_wrong_field_is_one_problem(model: dict[str, Any], name: str, value: A
     ("model", "name", "value"),
     [
         ({}, "softmax_scale", 1), ({}, "softmax_scale", None),
-        ({}, "no_rope_freq", 2), ({}, "no_rope_freq", [0, 1]), ({}, "flash_attention_version", 3),
+        ({}, "flash_attention_version", 3),
         (EXPERTS, "moe_router_force_biased", 0.5), ({**LLAMA, "mtp_num_layers": 1}, "mtp_detach_heads", True),
     ],
 )  # fmt: skip

@@ -112,6 +112,26 @@ CASES = {
     "qwen3-moe, window": Case(
         "qwen3_moe", {**MIXTRAL, "qk_layernorm": True, "window_size": [6, 0]}, config={"sliding_window": 7},
     ),
+    "ministral": Case(
+        "ministral", {**LLAMA, "window_size": [6, 0], "window_attn_skip_freq": [1, 0, 0], "kv_channels": 24},
+        config={"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+    ),
+    "seed-oss": Case(
+        "seed_oss", {**LLAMA, "add_qkv_bias": True, "kv_channels": 24}, config={"attention_bias": True},
+    ),
+    "phi-3": Case("phi3", {**LLAMA, "rotary_percent": 0.5, "window_size": [6, 0]}, config={"sliding_window": 7}),
+    "phi-4": Case("phi3", LLAMA, asked=True, config={"sliding_window": None}),
+    "smollm3": Case("smollm3", {**LLAMA, "no_rope_freq": [0, 1, 1]}, config={"no_rope_layers": [1, 0, 0]}),
+    "smollm3, windows": Case(
+        "smollm3",
+        {
+            **LLAMA, "num_layers": 4, "no_rope_freq": [0, 1, 0, 1], "window_size": [6, 0],
+            "window_attn_skip_freq": [0, 1, 0, 0], "share_embeddings_and_output_weights": True,
+        },
+        config={"layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"]},
+    ),
+    "ernie 4.5": Case("ernie4_5", {**LLAMA, "kv_channels": 24}, asked=True, config={"use_bias": False}),
+    "ernie 4.5, yarn": Case("ernie4_5", {**LLAMA, **YARN}, asked=True),
     "qwen2": Case("qwen2", {**LLAMA, "add_qkv_bias": True, "share_embeddings_and_output_weights": True}),
     "qwen3": Case("qwen3", {**LLAMA, "qk_layernorm": True, "kv_channels": 24}),
     "apertus: gpt-tiny": Case("apertus", TINY, config={"hidden_act": "gelu"}),

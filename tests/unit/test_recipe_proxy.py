@@ -58,7 +58,7 @@ MAY_CHANGE = {
         "original_max_position_embeddings", "rotary_percent", "vocab_size", "make_vocab_size_divisible_by",
         "transformer_impl", "mtp_num_layers", "num_moe_experts", "moe_router_topk", "moe_router_pre_softmax",
         "moe_router_num_groups", "moe_router_group_topk", "moe_ffn_hidden_size", "moe_layer_freq",
-        "moe_token_dispatcher_type", "window_size", "window_attn_skip_freq",
+        "moe_token_dispatcher_type", "window_size", "window_attn_skip_freq", "no_rope_freq",
         "moe_shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
         "v_head_dim",
     )),

@@ -21,16 +21,18 @@ from llmrecipes.hf.table import (
 from llmrecipes.recipe.schema import Model
 
 
-class _Dropout:
-    """`hidden_dropout` is GPT-2's after the embedding and after each branch."""
+class Dropout:
+    """`hidden_dropout` is that after the embedding and after each branch."""
 
     theirs = ("embd_pdrop", "resid_pdrop")
     ours = ("hidden_dropout",)
 
     def config_of(self, model: Model) -> tuple[dict[str, Any], list[Unsupported]]:
+        """See `Special`."""
         return dict.fromkeys(self.theirs, model.hidden_dropout), []
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
+        """See `Special`."""
         embedding, branches = (config[key] for key in self.theirs)
         rule = "it is the same as resid_pdrop"
         return {"hidden_dropout": branches}, [Unsupported("embd_pdrop", embedding, rule)] * (embedding != branches)
@@ -117,7 +119,7 @@ GPT2 = Family(
     | YARN
     | WINDOWS
     | {"rope_scaling", "rotary_seq_len_interpolation_factor"},
-    specials=(_Dropout(), _Gpt2Heads()),
+    specials=(Dropout(), _Gpt2Heads()),
     training_only=frozenset(
         {
             "n_ctx",

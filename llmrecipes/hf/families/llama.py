@@ -1,8 +1,9 @@
-"""Llama 2 and 3, and the dense families made after it: Mistral, Qwen2, Qwen3, Apertus."""
+"""Llama 2 and 3, and the dense families made after it: Mistral, Ministral, Qwen2, Qwen3, Seed-OSS, Apertus."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from llmrecipes.hf.families.parts import (
     AROUND,
@@ -24,7 +25,8 @@ from llmrecipes.hf.families.parts import (
     Window,
     in_layer,
 )
-from llmrecipes.hf.table import ACTIVATIONS, SAME, Family, Fixed, Key
+from llmrecipes.hf.table import ACTIVATIONS, SAME, Config, Family, Fixed, Key, Unsupported
+from llmrecipes.recipe.schema import Model
 
 _DENSE_KEYS = (*SIZES, Key("intermediate_size", "ffn_hidden_size"))
 _EPSILON = Key("rms_norm_eps", "layernorm_epsilon")
@@ -42,6 +44,20 @@ LLAMA_FAMILY = Family(
     specials=(Heads(), Rope(), NoWindow()),
 )
 
+
+class _Dropout:
+    """After attention and MLP, but not after the embedding, where ours is too: it is left out."""
+
+    theirs = ("residual_dropout",)
+    ours = ()
+
+    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Unsupported]]:
+        return {"residual_dropout": 0.0}, []
+
+    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
+        return {}, []
+
+
 _WITH_WINDOWS = LLAMA_FAMILY.default_only - WINDOWS
 
 MISTRAL = replace(
@@ -51,6 +67,13 @@ MISTRAL = replace(
     fixed=(),
     default_only=_WITH_WINDOWS,
     specials=(Heads(), Rope(), Window(said=True)),
+)
+
+MINISTRAL = replace(
+    MISTRAL,
+    name="ministral",
+    architecture="MinistralForCausalLM",
+    specials=(Heads(), Rope(), Window(by_layer=True, said=True)),
 )
 
 QWEN2 = replace(
@@ -73,6 +96,19 @@ QWEN3 = replace(
     tensors={**LLAMA_FAMILY.tensors, **QK_NORM},
     default_only=_WITH_WINDOWS,
     specials=(Heads(), Rope(), Window(by_layer=True, switch=True)),
+)
+
+SEED_OSS = replace(
+    QWEN2,
+    name="seed_oss",
+    architecture="SeedOssForCausalLM",
+    fixed=(
+        Fixed("attention_bias", True),
+        Fixed("attention_out_bias", False),
+        Fixed("mlp_bias", False),
+    ),
+    default_only=LLAMA_FAMILY.default_only,
+    specials=(Heads(), Rope(), NoWindow(), _Dropout()),
 )
 
 APERTUS = replace(

@@ -36,8 +36,8 @@ LATENT = _LATENT_SIZES | {"rope_type", *LATENT_YARN}
 """Keys of latent attention, with those of its rotation."""
 YARN = frozenset(key for key in Model.model_fields if key.startswith("yarn_"))
 """Keys of YaRN of other attention."""
-UNSUPPORTED = frozenset(key for key in Model.model_fields if key.startswith("mup_")) | {"extra"}
-"""Keys that no family has: `default_only` of all."""
+UNSUPPORTED = frozenset(key for key in Model.model_fields if key.startswith("mup_")) | {"extra", "no_rope_freq"}
+"""Keys that no family has, or a single one: `default_only` of all others."""
 EXPERT_KEYS = frozenset(key for key in Model.model_fields if key.startswith("moe_"))
 """Keys of experts, which have no effect without `num_moe_experts`: rules refuse another value than the default."""
 FREE = TRAINING_ONLY - {"attention_dropout", "init_method_std"} - EXPERT_KEYS
@@ -135,7 +135,7 @@ class Window:
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
         """See `Special`."""
         kinds = config.get("layer_types") or []
-        window = config.get("sliding_window")
+        window = config.get("sliding_window") if not self._switch or config.get("use_sliding_window") else None
         if problems := _unlike(kinds):
             return {}, problems
         if window is None or (kinds and _SLIDING not in kinds):
@@ -190,14 +190,17 @@ class Rope:
     Args:
         latent: the rotation is that of latent attention, which is only scaled by YaRN.
         said: also say that it is unscaled: without, transformers would scale it.
+        plain: it is never scaled, but may be of a part of the channels.
     """
 
     theirs = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 
-    def __init__(self, *, latent: bool = False, said: bool = False) -> None:
+    def __init__(self, *, latent: bool = False, said: bool = False, plain: bool = False) -> None:
         self._latent = latent
         self._said = said
+        self._plain = plain
         scaled = {"rotary_base", "rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"}
+        scaled |= {"rotary_percent"} if plain else set()
         self.ours = scaled | ({"rope_type", *LATENT_YARN} if latent else {"position_embedding_type", *YARN})
 
     def config_of(self, model: Model) -> tuple[dict[str, Any], list[Unsupported]]:
@@ -220,6 +223,10 @@ class Rope:
             scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **SCALING}
         if model.position_embedding_type == "yarn" or (self._latent and model.rope_type == "yarn"):
             scaling = _yarn_of(model, latent=self._latent)
+        if self._plain:
+            rule = "this family does not scale positions"
+            problems = [Unsupported("model.position_embedding_type", scaling["rope_type"], rule)] if scaling else []
+            return {"rope_theta": model.rotary_base, "partial_rotary_factor": model.rotary_percent}, problems
         return {"rope_theta": model.rotary_base, "rope_scaling": scaling}, []
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
@@ -230,6 +237,9 @@ class Rope:
         kind = scaling["rope_type"]
         section: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": scaling["rope_theta"]}
         share = scaling.get("partial_rotary_factor")  # not in unless it is set
+        if self._plain:
+            section["rotary_percent"] = share
+            return section, [] if kind == "default" else [Unsupported("rope_scaling.rope_type", kind, "default")]
         problems = (
             []
             if share in (None, 1, 1.0)

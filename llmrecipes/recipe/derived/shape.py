@@ -126,6 +126,14 @@ def _windowed(model: Model) -> Iterator[bool]:
             yield skipped[layer : layer + 1] == [1] if isinstance(skipped, list) else (layer + 1) % skipped != 0
 
 
+def unrotated(model: Model) -> list[bool]:
+    """Which layers have no rotary embedding, as megatron-core's `TransformerConfig` reads `no_rope_freq`."""
+    left_out = model.no_rope_freq
+    if isinstance(left_out, list):
+        return [bool(entry) for entry in left_out]
+    return [left_out is not None and (layer + 1) % left_out == 0 for layer in range(model.num_layers)]
+
+
 @dataclass(frozen=True)
 class Mup:
     """Factors of a model, as megatron-core 0.19 computes them.

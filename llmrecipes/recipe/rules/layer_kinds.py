@@ -5,19 +5,40 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from llmrecipes.recipe.derived.degrees import divisors
+from llmrecipes.recipe.derived.shape import unrotated
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.schema import Model, Recipe
 
 
 def rules(recipe: Recipe) -> Iterator[Problem]:
-    """A list of the layers with a sliding window has all of them, and some with it."""
-    layers = recipe.model.window_attn_skip_freq
-    if isinstance(layers, list) and (len(layers) != recipe.model.num_layers or 1 not in layers):
+    """Lists of layers have all of them, and some that differ; what is left out is there in other layers."""
+    model = recipe.model
+    for name in ("window_attn_skip_freq", "no_rope_freq"):
+        layers = getattr(model, name)
+        if isinstance(layers, list) and (len(layers) != model.num_layers or 1 not in layers):
+            yield Problem(
+                f"model.{name}",
+                f"a list of {len(layers)} with {layers.count(1)} times 1, for {model.num_layers} layers",
+                f"a {name} list needs one entry per layer, and 1 for some",
+                f"{model.num_layers} entries, or {name} null",
+            )
+    layers = model.no_rope_freq
+    if layers is None:
+        return
+    if isinstance(layers, int) and model.num_layers % layers:
         yield Problem(
-            "model.window_attn_skip_freq",
-            f"a list of {len(layers)} with {layers.count(1)} windows, for {recipe.model.num_layers} layers",
-            "a window_attn_skip_freq list needs one entry per layer, 1 for those with the window",
-            f"{recipe.model.num_layers} entries, or window_size null",
+            "model.no_rope_freq",
+            f"{layers} for {model.num_layers} layers",
+            "a number of no_rope_freq must divide num_layers",
+            f"no_rope_freq {divisors(model.num_layers, layers)}, or a list",
+        )
+    if model.position_embedding_type == "learned_absolute" or model.multi_latent_attention:
+        yield Problem(
+            "model.no_rope_freq",
+            "set with multi_latent_attention" if model.multi_latent_attention else "set without rotary embedding",
+            "it leaves out the rotary embedding of attention that is not latent",
+            "position_embedding_type rope, multi_latent_attention false; or remove no_rope_freq",
         )
 
 
@@ -29,6 +50,12 @@ def small_windows(model: Model, layers: int, length: int) -> dict[str, Any]:
     skipped = model.window_attn_skip_freq
     small = min(skipped, max(2, layers)) if isinstance(skipped, int) else skipped and small_pattern(skipped, layers)
     return {"window_size": (before, 0), "window_attn_skip_freq": small}
+
+
+def small_no_rope(model: Model, layers: int) -> int | list[Any] | None:
+    """`no_rope_freq` of a rehearsal."""
+    left_out = model.no_rope_freq
+    return [int(entry) for entry in small_pattern(unrotated(model), layers)] if left_out else None
 
 
 def small_pattern(pattern: list[Any], layers: int) -> list[Any]:

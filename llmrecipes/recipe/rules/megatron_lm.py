@@ -12,7 +12,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from llmrecipes.recipe.derived.shape import shape
+from llmrecipes.recipe.derived.shape import shape, unrotated
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.rules.moe_rules import LATENT_YARN
 from llmrecipes.recipe.schema import TRAINING_ONLY, Model, Recipe
@@ -48,7 +48,7 @@ BY_ARGUMENT = frozenset(
     {
         *_ROTARY, *_YARN, *LATENT_YARN, "rope_type", *_MUP, *_EXPERTS, "num_attention_heads", "num_query_groups",
         "kv_channels", "rope_scaling", "rope_scaling_factor", "layernorm_epsilon", "activation_func", "extra",
-        "window_size", "window_attn_skip_freq",
+        "window_size", "window_attn_skip_freq", "no_rope_freq",
     }
 )  # fmt: skip
 """Keys that only the arguments show; without an argument, a recipe has the default."""
@@ -57,7 +57,6 @@ FIXED: Mapping[str, Any] = {
     "apply_layernorm_1p": False,
     "layernorm_zero_centered_gamma": False,
     "rotary_interleaved": False,
-    "no_rope_freq": None,
     "softmax_type": "vanilla",
     "qk_l2_norm": False,
     "attention_output_gate": False,
@@ -231,6 +230,13 @@ def _kinds(skipped: Any, layers: int) -> list[Any]:
     return [1] * layers if skipped is None else list(skipped) if isinstance(skipped, list | tuple) else [skipped]
 
 
+def _left_out(layers: Any, number: int) -> list[Any]:
+    """Which layers have no rotation; megatron-core has replaced a number by a list."""
+    if isinstance(layers, int) and layers > 0:
+        return [int((layer + 1) % layers == 0) for layer in range(number)]
+    return [0] * number if layers is None else list(layers) if isinstance(layers, list | tuple) else [layers]
+
+
 def _latent_positions(arguments: Arguments, model: Model) -> Iterator[tuple[str, str, Any, Any]]:
     if "rope_type" not in arguments:
         return
@@ -253,6 +259,11 @@ def _positions(arguments: Arguments, model: Model) -> Iterator[tuple[str, str, A
         ours = shape(model).max_position_embeddings
         yield from _given(arguments, "max_position_embeddings", "max_position_embeddings", ours)
         return
+    if "no_rope_freq" in arguments:
+        theirs = arguments["no_rope_freq"]
+        listed = [int(left_out) for left_out in unrotated(model)]
+        same = _left_out(theirs, model.num_layers) == listed
+        yield "no_rope_freq", "no_rope_freq", theirs, theirs if same else model.no_rope_freq
     for name in (*_ROTARY, *(_YARN if model.position_embedding_type == "yarn" else ())):
         yield from _given(arguments, name, name, getattr(model, name))
     if "use_rope_scaling" in arguments:

@@ -52,6 +52,8 @@ class Model(Section):
     """Base period of the rotary embedding."""
     rotary_percent: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Fraction of a head's channels that is rotated."""
+    no_rope_freq: Annotated[int, Field(ge=2)] | Annotated[list[Literal[0, 1]], Field(min_length=1)] | None = None
+    """Layers without rotary embedding (NoPE): every N-th, or a list with 1 (without) or 0 per layer; unset: none."""
     rope_scaling: bool = False
     """Scale the rotary frequencies for longer contexts, as Llama 3.1 does."""
     rope_scaling_factor: PosFloat = 8.0

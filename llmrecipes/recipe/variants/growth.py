@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from llmrecipes.errors import UserError
 from llmrecipes.options import Option, declared
 from llmrecipes.recipe.derived.degrees import multiples
-from llmrecipes.recipe.derived.shape import shape
+from llmrecipes.recipe.derived.shape import shape, unrotated
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.rules.extra_rules import inexact
@@ -129,6 +129,9 @@ def _keys(small: Recipe, growth: Growth) -> dict[str, Any]:
             frequency = model.moe_layer_freq
             if not isinstance(frequency, int) or pattern != [int(n % frequency == 0) for n in range(growth.layers)]:
                 keys["model.moe_layer_freq"] = pattern
+        if model.no_rope_freq is not None:
+            left_out = unrotated(model)
+            keys["model.no_rope_freq"] = [int(left_out[layer.source]) for layer in _layers(model, growth)]
         if model.window_attn_skip_freq is not None:
             keys["model.window_attn_skip_freq"] = [int(s.windowed[layer.source]) for layer in _layers(model, growth)]
     if growth.hidden_size:

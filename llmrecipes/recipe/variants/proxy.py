@@ -13,7 +13,7 @@ from llmrecipes.recipe.derived.degrees import model_parallel_size, smallest_worl
 from llmrecipes.recipe.engines import ENGINES, engine_name
 from llmrecipes.recipe.rules import qat_rules
 from llmrecipes.recipe.rules.distill_rules import rehearsed
-from llmrecipes.recipe.rules.layer_kinds import small_pattern, small_windows
+from llmrecipes.recipe.rules.layer_kinds import small_no_rope, small_pattern, small_windows
 from llmrecipes.recipe.rules.optimizer_rules import small
 from llmrecipes.recipe.rules.preference_rules import rehearsed_chat
 from llmrecipes.recipe.rules.recipe_rules import MIN_BPE_VOCAB
@@ -118,6 +118,7 @@ def small_model(recipe: Recipe, parallel: Parallelism) -> Model:
             "rotary_percent": _rotary_percent(model, small),
             **_yarn(model, sequence, parallel),
             **small_windows(model, layers, sequence),
+            "no_rope_freq": small_no_rope(model, layers),
             "vocab_size": vocabulary,
             "make_vocab_size_divisible_by": step * ranks if -(-vocabulary // step) * step % ranks else step,
             "transformer_impl": "local" if model.transformer_impl == "local" else "auto",

@@ -292,10 +292,11 @@ def check(before: Recipe, after: Recipe, *, unstructured: bool) -> Iterator[Prob
             "layers can only be removed if all layers are of one kind",
             "--method width or experts",
         )
-    if ours.window_attn_skip_freq is not None and old.num_layers != new.num_layers:
+    by_layer = [name for name in ("window_attn_skip_freq", "no_rope_freq") if getattr(ours, name) is not None]
+    if by_layer and old.num_layers != new.num_layers:
         yield Problem(
             "model.num_layers",
-            f"{new.num_layers} with window_attn_skip_freq {ours.window_attn_skip_freq}",
+            f"{new.num_layers} with {by_layer[0]} {getattr(ours, by_layer[0])}",
             "layers can only be removed if all layers are of one kind",
             "--method width or experts",
         )
