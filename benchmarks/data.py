@@ -33,8 +33,9 @@ from llmrecipes.data.sources import sources
 from llmrecipes.data.steps.copies import NearDuplicates, band_keys, bands_of, margin, shingles, sketch
 from llmrecipes.data.steps.steps import Dropped, Seen, pipeline, step_spec
 from llmrecipes.recipe.reading.keys import options_of
-from llmrecipes.recipe.schema import Data, Source
+from llmrecipes.recipe.schema import Data
 from llmrecipes.recipe.sections.data_steps import NearDuplicatesStep
+from llmrecipes.recipe.sections.source import make_source
 from llmrecipes.units import MIB
 
 EDITS = (0.01, 0.02, 0.05, 0.1, 0.2)
@@ -222,7 +223,7 @@ def main() -> None:
     if arguments.only_index:
         print(json.dumps({"comparing": comparing}, indent=1))
         return
-    texts = [text for text in sources.documents(Source(type="stdlib")) if text and not text.isspace()]
+    texts = [text for text in sources.documents(make_source(type="stdlib")) if text and not text.isspace()]
     result = {
         "platform": platform.platform(),
         "documents": len(texts),

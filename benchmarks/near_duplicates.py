@@ -26,6 +26,8 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
+from llmrecipes.recipe.sections.source import make_source
+
 EDITS = (0.01, 0.02, 0.05, 0.1, 0.2)
 THRESHOLD, WORDS, LEAST_WORDS = 0.8, 5, 100
 BANDS, ROWS = 21, 6
@@ -35,10 +37,9 @@ def plant(file: Path, originals: int, copies: int, words: int) -> None:
     """Write originals, then copies, with the number of the original, the share and the similarity of each."""
     from llmrecipes.data.sources import sources
     from llmrecipes.data.steps.copies import shingles
-    from llmrecipes.recipe.schema import Source
 
     rng = random.Random(1)
-    texts = [text.split()[:words] for text in sources.documents(Source(type="stdlib")) if text]
+    texts = [text.split()[:words] for text in sources.documents(make_source(type="stdlib")) if text]
     texts = rng.sample([text for text in texts if len(text) >= LEAST_WORDS], originals)
     vocabulary = [word for text in texts for word in text]
     rows: list[dict[str, object]] = [{"text": " ".join(text)} for text in texts]

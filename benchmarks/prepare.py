@@ -48,7 +48,7 @@ from llmrecipes.data.steps.split import SplitRule
 from llmrecipes.data.steps.steps import StepSpec
 from llmrecipes.data.tokens import encode, tokenizer
 from llmrecipes.data.tokens.gigatoken import Gigatoken
-from llmrecipes.recipe.schema import Source
+from llmrecipes.recipe.sections.source import make_source
 from llmrecipes.units import MIB
 
 STEPS = StepSpec(SplitRule((98.0, 1.0, 1.0)))
@@ -63,7 +63,7 @@ def documents(mixed: bool) -> Iterator[str]:
     """The text, without equal documents."""
     seen, size = set(), 0
     kinds = ("stdlib", "machine") if mixed else ("stdlib",)
-    texts = (text for kind in kinds for text in sources.documents(Source.model_validate({"type": kind})))
+    texts = (text for kind in kinds for text in sources.documents(make_source(type=kind)))
     for text in (*texts, *(packages() if mixed else ())):
         if text and text not in seen and not text.isspace() and size < ENOUGH:
             seen.add(text)
@@ -101,7 +101,7 @@ def trained(pattern: str, vocabulary: int, texts: list[str]) -> tokenizers.Token
 def ours(folder: Path, text: Path, file: Path, dtype: str, vocabulary: int, cores: int, *, by_word: bool) -> None:
     """Everything `prepare` does behind the training of the tokenizer."""
     spec = EncoderSpec(file, "", 0, dtype, by_word, STEPS)
-    sources = (Source(type="jsonl", path=str(text)),)
+    sources = (make_source(type="jsonl", path=str(text)),)
     shards = Shards(folder / ".shards", sources, spec, tuple(cut(sources)))
     shards.folder.mkdir()
     with closing(Processes(cores, print)) as executor:

@@ -110,7 +110,7 @@ def _preparation(recipe: Recipe, data: Preparation | None) -> list[tuple[str, st
 def _not_counted(recipe: Recipe) -> str:
     """What `prepare` does besides tokenizing, whose time is not known before."""
     sources = recipe.data.sources
-    remote = any(each.type == "hub" or "://" in (each.path or "") for each in sources)
+    remote = any(each.type == "hub" or "://" in each.location for each in sources)
     parts = {
         "download": remote,
         "training of the tokenizer": recipe.data.tokenizer.type == "bpe",

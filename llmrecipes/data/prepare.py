@@ -398,7 +398,8 @@ def _prefix(recipe: Recipe, backend: tokenizers.Tokenizer, eod: int, log: Callab
     from llmrecipes.data.tokens.tokenizer import prefix_of
 
     section = recipe.data.tokenizer
-    if section.add_bos_token is None and all(source.tokenized for source in recipe.data.sources):
+    given = section.type == "huggingface" and section.add_bos_token is not None
+    if not given and all(source.tokenized for source in recipe.data.sources):
         return ()
     prefix = prefix_of(section, backend, eod)
     if prefix:

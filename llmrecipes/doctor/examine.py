@@ -439,12 +439,7 @@ def _sources(recipe: Recipe) -> Iterator[Finding]:
         else:
             yield ok(check_name, f"{len(sizes)} files, {sum(sizes) / MIB:,.1f} MiB")
     tokenizer = recipe.data.tokenizer
-    if (
-        tokenizer.type == "huggingface"
-        and tokenizer.path
-        and "/" in tokenizer.path
-        and not Path(tokenizer.path).exists()
-    ):
+    if tokenizer.type == "huggingface" and "/" in tokenizer.path and not Path(tokenizer.path).exists():
         yield warn(
             "tokenizer", f"{tokenizer.path} is not a directory on this node", "a directory, or a node with Hub access"
         )

@@ -6,17 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import get_args
 
 from llmrecipes.data.folder.prepared import TOKENIZER, Prepared
 from llmrecipes.data.sources import sources
 from llmrecipes.data.steps.split import SPLITS, Split
 from llmrecipes.data.tokens.tokenizer import TextTokenizer
 from llmrecipes.errors import UserError
-from llmrecipes.recipe.schema import Source
+from llmrecipes.recipe.sections.source import SOURCE_TYPES, PathSource, Source, make_source
 
 OPTION = "--data"
-TYPES = get_args(Source.model_fields["type"].annotation)
+TYPES = tuple(kind for kind, source in SOURCE_TYPES.items() if issubclass(source, PathSource))
 _PATHLESS = ("stdlib", "machine")
 
 
@@ -54,15 +53,16 @@ class Texts:
         if name in SPLITS:
             return cls(name, name, None, limit)
         kind, _, path = name.partition(":")
-        if kind not in TYPES or bool(path) == (kind in _PATHLESS):
+        if kind not in (TYPES if path else _PATHLESS):
             raise UserError(
                 f"{name!r} is not a data source",
                 where=OPTION,
                 rule=f"a split of the run ({', '.join(SPLITS)}), {', '.join(_PATHLESS)}, or TYPE:PATH, with TYPE of: "
-                + ", ".join(kind for kind in TYPES if kind not in _PATHLESS),
+                + ", ".join(TYPES),
                 fix=f"{OPTION} text:{name}" if Path(name).exists() else f"{OPTION} valid",
             )
-        source = Source.model_validate({"type": kind, "path": path or None, "text_key": text_key})
+        keys = {"path": path, "text_key": text_key}
+        source = make_source(type=kind, **{key: keys[key] for key in keys if key in SOURCE_TYPES[kind].model_fields})
         return cls(name, None, source, limit)
 
     def require(self, prepared: Prepared | None) -> None:

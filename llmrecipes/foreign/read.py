@@ -176,10 +176,10 @@ def _vocabulary(draft: Draft) -> None:
     if draft.get("model.vocab_size") is not None or not isinstance(tokenizer, dict) or "path" not in tokenizer:
         return
     from llmrecipes.data.tokens.tokenizer import load_huggingface, vocabulary
-    from llmrecipes.recipe.schema import Tokenizer
+    from llmrecipes.recipe.sections.tokenizer_section import HuggingFaceTokenizer
 
     try:
-        backend, _ = load_huggingface(Tokenizer(**tokenizer), 1 << 31)
+        backend, _ = load_huggingface(HuggingFaceTokenizer(**tokenizer), 1 << 31)
     except UserError as error:
         raise UserError(
             f"not in the file, and the tokenizer cannot be read: {error.what}",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmrecipes.data.folder.prepared import TOKENIZER
 from llmrecipes.data.tokens.templates import NAME, answer_end, of_prepared
-from llmrecipes.data.tokens.tokenizer import added_ids, prefix_of, require_bounded
+from llmrecipes.data.tokens.tokenizer import added_ids, existing, prefix_of, require_bounded
 from llmrecipes.errors import UserError
 from llmrecipes.hf.generation_config import FILE, IDS, of_run
 from llmrecipes.hf.safetensors import write_json
@@ -162,8 +162,7 @@ def _from_transformers(
     """
     from transformers import AutoTokenizer
 
-    section = recipe.data.tokenizer
-    where = "data.tokenizer"
+    section = existing(recipe.data.tokenizer)
     require_bounded(section)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -173,13 +172,13 @@ def _from_transformers(
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(
             f"cannot load tokenizer {section.path!r}: {reason}",
-            where=where,
+            where="data.tokenizer",
             fix="check that this machine reaches the Hub (HF_ENDPOINT), or --no-tokenizer",
         ) from error
     if vocabulary is not None and tokenizer.get_vocab() != vocabulary:
         raise UserError(
             f"the data was prepared with a different tokenizer than {section.path!r}",
-            where=where,
+            where="data.tokenizer",
             rule="a model must be exported with the tokenizer of its training data",
             fix="set data.tokenizer.revision to the commit used then, or use --no-tokenizer",
         )

@@ -421,12 +421,12 @@ def _sources(recipe: Recipe, data: DataManifest | None) -> str:
 
 def _name(source: Source) -> str:
     if source.type == "hub":
-        return f"{source.path} (Hugging Face dataset)"
+        return f"{source.location} (Hugging Face dataset)"
     if source.type == "stdlib":
         return "source code of Python's standard library"
     if source.type == "machine":
         return "documentation and code of a machine, with planted junk"
-    return f"{source.type} files {_public(source.path)}"
+    return f"{source.type} files {_public(source.location)}"
 
 
 def _public(path: str | None) -> str:

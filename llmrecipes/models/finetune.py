@@ -298,7 +298,8 @@ def make_recipe(request: Finetuning, cluster: Cluster, log: Log) -> tuple[Recipe
     values = recipe_values(base_model, section, request.name)
     bound = section.get("max_position_embeddings") or values["model"]["seq_length"]
     precision: Literal["bf16", "fp32"] = "bf16" if cluster.gpus else "fp32"
-    values["description"] = f"{recipe_name(base_model.name)} on the conversations of {source.path or source.type}"[:200]
+    learned = source.location or source.type
+    values["description"] = f"{recipe_name(base_model.name)} on the conversations of {learned}"[:200]
     values["model"]["seq_length"] = bound
     values["train"] |= {"pretrained": base_model.pinned, "precision": precision}
     values["optimizer"] = {"lr": request.lr or LEARNING_RATE[request.lora], "weight_decay": 0.0}

@@ -293,7 +293,7 @@ def folder_tokenizer(folder: Path) -> TextTokenizer:
         UserError: there is none, or it has no end-of-text token.
     """
     from llmrecipes.data.tokens.tokenizer import open_huggingface
-    from llmrecipes.recipe.schema import Tokenizer
+    from llmrecipes.recipe.sections.tokenizer_section import HuggingFaceTokenizer
 
     if not (folder / "tokenizer.json").is_file():
         raise UserError(
@@ -302,7 +302,7 @@ def folder_tokenizer(folder: Path) -> TextTokenizer:
             rule="text is encoded with the model's own tokenizer",
             fix="copy the tokenizer's files to that folder",
         )
-    section = Tokenizer.model_validate({"type": "huggingface", "path": str(folder.absolute())})
+    section = HuggingFaceTokenizer(type="huggingface", path=str(folder.absolute()))
     return open_huggingface(section, sizes(folder)[1])
 
 

@@ -34,10 +34,11 @@ from llmrecipes.recipe.sections.section import (
     Probability,
     Section,
 )
-from llmrecipes.recipe.sections.source import EMBEDDED as EMBEDDED
-from llmrecipes.recipe.sections.source import Curriculum, Fim, Source, ValidSources
+from llmrecipes.recipe.sections.source import Curriculum, Fim, Sources, StdlibSource, ValidSources
+from llmrecipes.recipe.sections.source import Source as Source
 from llmrecipes.recipe.sections.speed import Speed
 from llmrecipes.recipe.sections.stage_section import Stage
+from llmrecipes.recipe.sections.tokenizer_section import AnyTokenizer, BpeTokenizer
 from llmrecipes.recipe.sections.zero import Zero
 
 
@@ -269,28 +270,10 @@ class Train(Section):
         return self.model_dump(mode="json", include={"monitor", "early_stop", "target_loss"})
 
 
-class Tokenizer(Section):
-    """How text is turned into token ids."""
-
-    type: Literal["bpe", "huggingface"] = "bpe"
-    """`bpe`: a byte-level BPE with `model.vocab_size` tokens, trained on the training split. `huggingface`: an existing
-    tokenizer."""
-    path: str | None = None
-    """Name or folder of a Hugging Face tokenizer."""
-    revision: str | None = None
-    """Commit of a Hugging Face tokenizer."""
-    pattern: Literal["words", "llama3"] = "words"
-    """How a `bpe` tokenizer splits text into words: `words`, this program's own pattern, or `llama3`, which
-    gigatoken and llama.cpp support."""
-    add_bos_token: bool | None = None
-    """Begin documents and prompts of text with BOS; chat templates write it themselves. Unset: as transformers does
-    with this tokenizer, unless BOS is the end-of-text token."""
-
-
 class Data(Section):
     """Sources, tokenizer and data loading."""
 
-    sources: Annotated[tuple[Source, ...], Field(min_length=1, strict=False)] = (Source(type="stdlib"),)
+    sources: Sources = (StdlibSource(type="stdlib"),)
     """Sources of documents."""
     valid_sources: ValidSources = ()
     """Held-out sets in addition to the validation split, each evaluated separately; their documents are not trained
@@ -298,7 +281,7 @@ class Data(Section):
     multiple_validation_sets: Annotated[bool, EXECUTION] = False
     """Also evaluate the validation split of every source separately, on up to `train.eval_iters` batches each;
     reported as `valid_source_loss` by label."""
-    tokenizer: Tokenizer = Tokenizer()
+    tokenizer: AnyTokenizer = BpeTokenizer()
     """Tokenizer of all sources."""
     chat: Chat | None = None
     fim: Fim = Fim()

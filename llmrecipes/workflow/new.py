@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.machine import planned
@@ -18,7 +18,9 @@ from llmrecipes.plan.run_plan import RunPlan, derive_run
 from llmrecipes.recipe.derived.batch_schedule import GROWING, tokens_of
 from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.load import DEFAULTS_NOTE, changed_values, load, load_values, names, short
-from llmrecipes.recipe.schema import EMBEDDED, Model, Recipe, Source, Tokenizer
+from llmrecipes.recipe.schema import Model, Recipe, Source
+from llmrecipes.recipe.sections.source import SOURCE_TYPES, PathSource, make_source
+from llmrecipes.recipe.sections.tokenizer_section import HuggingFaceTokenizer
 
 TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. 2022, arXiv 2203.15556."""
@@ -37,7 +39,6 @@ COMMENTS = {
     "data.sources": "blended by weight: the share of the samples, however much text a source has",
     "data.split": "training, validation and test, by the hash of a document",
 }
-_TYPES = get_args(Source.model_fields["type"].annotation)
 _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmbt]?)", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
@@ -125,14 +126,16 @@ def source_of(text: str, option: str, *, chat: bool = False) -> Source:
         UserError: it is not one of these.
     """
     types = (
-        ("docstrings", "jsonl", "parquet", "hub") if chat else tuple(kind for kind in _TYPES if kind != "docstrings")
+        ("docstrings", "jsonl", "parquet", "hub")
+        if chat
+        else tuple(kind for kind in SOURCE_TYPES if kind != "docstrings")
     )
     kind, colon, path = text.partition(":")
     if not colon:
         kind = SUFFIXES.get(Path(text).suffix, "text" if Path(text).is_dir() and not chat else text)
         path = text
-    embedded = kind in EMBEDDED
-    if kind not in types or (embedded and colon) or not path:
+    needs_path = kind in types and issubclass(SOURCE_TYPES[kind], PathSource)
+    if kind not in types or (colon and not needs_path) or not path:
         suffixes = ", ".join(suffix for suffix, of_suffix in SUFFIXES.items() if of_suffix in types)
         raise UserError(
             f"{text!r} is not a data source",
@@ -140,7 +143,7 @@ def source_of(text: str, option: str, *, chat: bool = False) -> Source:
             rule=f"a file with the suffix {suffixes}, or TYPE:PATH with a type of {', '.join(types)}",
             fix=f"{option} jsonl:chat.jsonl" if chat else f"{option} text:FOLDER, or hub:HuggingFaceFW/fineweb-edu",
         )
-    return Source(type=kind) if embedded else Source(type=kind, path=path)  # type: ignore[arg-type]
+    return make_source(type=kind, path=path) if needs_path else make_source(type=kind)
 
 
 def as_values(source: Source) -> dict[str, Any]:
@@ -330,7 +333,7 @@ def _require_columns(recipe: Recipe) -> tuple[str, ...]:
     for number, source in enumerate(recipe.data.sources):
         try:
             if not require_columns(source, recipe.data.chat):
-                elsewhere.append(source.path or source.type)
+                elsewhere.append(source.location or source.type)
         except UserError as error:
             if recipe.data.chat is not None or not error.fix.startswith("set "):  # a key
                 raise
@@ -345,7 +348,7 @@ def _tokenizer(text: str, base: Recipe) -> tuple[dict[str, Any], int]:
         return {}, base.model.vocab_size
     from llmrecipes.data.tokens.tokenizer import load_huggingface, vocabulary
 
-    section = Tokenizer(type="huggingface", path=text)
+    section = HuggingFaceTokenizer(type="huggingface", path=text)
     backend, _ = load_huggingface(section, 1 << 31)
     return section.model_dump(mode="json", exclude_defaults=True), vocabulary(backend)
 

@@ -267,7 +267,7 @@ def gated_names(recipe: Recipe) -> tuple[Gated, ...]:
     return tuple(
         Gated(key, name)
         for key, name in names
-        if name is not None and name.startswith(GATED) and not Path(name).exists()  # a local folder comes first
+        if name.startswith(GATED) and not Path(name).exists()  # a local folder comes first
     )
 
 

@@ -10,7 +10,8 @@ from llmrecipes.errors import UserError
 from llmrecipes.io import write_atomic
 from llmrecipes.recipe.rules.distill_rules import NOT_COMPARED, OF_TEACHERS, SHARED, differing
 from llmrecipes.recipe.rules.preference_rules import frozen_model, named
-from llmrecipes.recipe.schema import Model, Recipe, Tokenizer
+from llmrecipes.recipe.schema import Model, Recipe
+from llmrecipes.recipe.sections.tokenizer_section import HuggingFaceTokenizer
 from llmrecipes.rundir import Run
 from llmrecipes.runfiles import run_of
 from llmrecipes.train.spec import RankSpec, RunSpec
@@ -212,8 +213,8 @@ def _vocabulary(spec: RankSpec, path: Path) -> dict[str, int] | None:
 
     run = run_of_teacher(path)
     if run is None:
-        named = Tokenizer(type="huggingface", path=str(path))
-        return dict(load_huggingface(named, spec.recipe.model.vocab_size)[0].get_vocab(with_added_tokens=True))
+        of_folder = HuggingFaceTokenizer(type="huggingface", path=str(path))
+        return dict(load_huggingface(of_folder, spec.recipe.model.vocab_size)[0].get_vocab(with_added_tokens=True))
     recipe = run.recipe()
     named = recipe.data.tokenizer
     if named.type == "huggingface" and named == spec.recipe.data.tokenizer:

@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any, get_args
 
 from llmrecipes.data.steps.steps import Step as MadeStep
-from llmrecipes.recipe.schema import Data, Model, Optimizer, Recipe, Source, Tokenizer, Train
+from llmrecipes.recipe.schema import Data, Model, Optimizer, Recipe, Train
 from llmrecipes.recipe.sections.data_steps import Step, StepSection
 from llmrecipes.recipe.sections.plugins import DataStep
+from llmrecipes.recipe.sections.source import AnySource, make_source
+from llmrecipes.recipe.sections.tokenizer_section import AnyTokenizer, BpeTokenizer
 
 
 def recipe(
-    *sources: Source,
+    *sources: AnySource,
     split: tuple[float, float, float] = (90.0, 5.0, 5.0),
-    tokenizer: Tokenizer | None = None,
+    tokenizer: AnyTokenizer | None = None,
     seq_length: int = 64,
     vocab_size: int = 512,
     seed: int = 1234,
@@ -33,7 +35,7 @@ def recipe(
             train_iters=train_iters, micro_batch_size=2, global_batch_size=8, eval_interval=5, eval_iters=2, seed=seed
         ),
         optimizer=Optimizer(lr=1e-3),
-        data=Data(sources=sources, split=split, tokenizer=tokenizer or Tokenizer()),
+        data=Data(sources=sources, split=split, tokenizer=tokenizer or BpeTokenizer()),
     )
 
 
@@ -54,14 +56,14 @@ def without(word: str) -> MadeStep:
 WITHOUT = DataStep(target="tests.unit.data_recipes:without")
 
 
-def corpus(folder: Path, documents: int = 200, seed: int = 0, word: str = "word") -> Source:
+def corpus(folder: Path, documents: int = 200, seed: int = 0, word: str = "word") -> AnySource:
     """Write a folder of different small texts whose every line holds `word`."""
     rng = random.Random(seed)
     folder.mkdir(parents=True)
     for n in range(documents):
         lines = [f"{word} {rng.randrange(10**6)} döcument {n}.{line}" for line in range(rng.randrange(4, 12))]
         (folder / f"{n:04d}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return Source(type="text", path=str(folder))
+    return make_source(type="text", path=str(folder))
 
 
 def fused(folder: str) -> MadeStep:

@@ -17,7 +17,8 @@ from llmrecipes.checkpoint.saver import AsyncSaver
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.engine.core.checkpoint.format import ShardedFormat
 from llmrecipes.engine.core.checkpoint.loader import load
-from llmrecipes.recipe.schema import Recipe, Source
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.sections.source import make_source
 from tests.refusals import refused
 
 INFO = CheckpointInfo(step=1, consumed_samples=1, consumed_tokens=1, layout={}, recipe_hash="r")
@@ -93,7 +94,7 @@ def test_what_decides_the_loss_curve_must_not_change(change: dict[str, Any]) -> 
         {"tracking__mlflow": False},
         {"data__num_workers": 4},
         {"data__multiple_validation_sets": True},
-        {"data__sources": [Source(type="stdlib", label="code").model_dump(mode="json")]},
+        {"data__sources": [make_source(type="stdlib", label="code").model_dump(mode="json")]},
         {"scheduler__lr_decay_iters": 40},
         {"engine": "deepspeed"},
         {"zero": {"stage": 2}},

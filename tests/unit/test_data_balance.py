@@ -17,7 +17,8 @@ from llmrecipes.data.read.dataset import build
 from llmrecipes.data.sources import sources
 from llmrecipes.data.steps.balance import balanced
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.schema import Recipe, Source
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.sections.source import make_source
 from tests.refusals import refused
 from tests.unit.data_recipes import corpus, made_step, recipe
 
@@ -81,10 +82,7 @@ def test_a_corpus_is_balanced_by_label(kind: str, tmp_path: Path) -> None:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
         pq.write_table(pa.Table.from_pylist(rows), file)
-    of = [
-        Source.model_validate({"type": kind, "path": str(file), "label_key": "tag", "label_value": value})
-        for value in ("True", "False")
-    ]
+    of = [make_source(type=kind, path=str(file), label_key="tag", label_value=value) for value in ("True", "False")]
     made = prepare(balance(recipe(*of), temperature=1e9, max_epochs=99), tmp_path / "data", workers=1)
     assert [source.read for source in made.manifest.sources] == [160, 40]
     assert [source.label.rpartition(" ")[2] for source in made.manifest.sources] == ["[tag=True]", "[tag=False]"]

@@ -102,7 +102,7 @@ def test_a_source_that_training_may_never_draw_is_named(
     )
     lines: list[str] = []
     prepare(recipe(first, second, train_iters=25), tmp_path / "data", workers=1, progress=lines.append)  # 200 samples
-    assert any(line.startswith("warning: ") and f"{second.path} (" in line for line in lines) == is_named
+    assert any(line.startswith("warning: ") and f"{second.location} (" in line for line in lines) == is_named
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -29,8 +29,10 @@ from llmrecipes.data.tokens import chat, tokenizer
 from llmrecipes.data.tokens.chat import ChatSpec, Conversations, Template, chat_encoder
 from llmrecipes.data.tokens.templates import CHATML, SPECIAL, TEMPLATES, ends_answers, question
 from llmrecipes.recipe.rules.recipe_rules import check
-from llmrecipes.recipe.schema import Chat, Recipe, Source, Tokenizer
+from llmrecipes.recipe.schema import Chat, Recipe
 from llmrecipes.recipe.sections.data_steps import DuplicatesStep
+from llmrecipes.recipe.sections.source import AnySource, make_source
+from llmrecipes.recipe.sections.tokenizer_section import HuggingFaceTokenizer
 from tests.helpers import tiny
 from tests.refusals import refused
 
@@ -47,13 +49,13 @@ def talk(*contents: str, system: str = "") -> Messages:
     return first + [{"role": roles[number % 2], "content": content} for number, content in enumerate(contents)]
 
 
-def jsonl(file: Path, *rows: Any) -> Source:
+def jsonl(file: Path, *rows: Any) -> AnySource:
     file.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows), "utf-8")
-    return Source(type="jsonl", path=str(file))
+    return make_source(type="jsonl", path=str(file))
 
 
 def made(file: Path, chat: Chat | None = None) -> list[Messages | None]:
-    found = sources.documents(Source(type="jsonl", path=str(file)), chat or Chat())
+    found = sources.documents(make_source(type="jsonl", path=str(file)), chat or Chat())
     return [None if text is None else json.loads(text or "null") for text in found]
 
 
@@ -69,7 +71,7 @@ def test_rows_hold_messages_or_a_prompt_and_its_completion(tmp_path: Path) -> No
     assert made(file, named) == [talk("a", "b"), talk("p", "c")]
     table = pa.table({"messages": [talk("ä", "b"), None], "more": [1, 2]})
     pq.write_table(table, tmp_path / "a.parquet")
-    found = list(sources.documents(Source(type="parquet", path=str(tmp_path / "a.parquet")), Chat()))
+    found = list(sources.documents(make_source(type="parquet", path=str(tmp_path / "a.parquet")), Chat()))
     assert [json.loads(text or "null") for text in found if text is not None] == [talk("ä", "b"), None]
 
 
@@ -104,7 +106,7 @@ def test_published_columns_beside_a_conversation_are_read(tmp_path: Path) -> Non
     once = talk("a", "b", system="s")
     assert found == [talk("a", "b", "c", "d", system="s"), once, once, once, talk("a", "b")]
     pq.write_table(pa.Table.from_pylist([alpaca, {"instruction": "a", "output": "b"}]), tmp_path / "a.parquet")
-    table = sources.documents(Source(type="parquet", path=str(tmp_path / "a.parquet")), Chat())
+    table = sources.documents(make_source(type="parquet", path=str(tmp_path / "a.parquet")), Chat())
     assert [json.loads(text or "") for text in table] == [talk("a", "b", "c", "d", system="s"), talk("a", "b")]
 
 
@@ -175,7 +177,7 @@ def test_rows_that_are_not_utf8_are_refused_or_counted_as_those_of_text_are(tmp_
 @pytest.mark.slow
 @pytest.mark.rotating
 def test_the_embedded_set_is_the_same_every_time_and_has_conversations_of_several_turns() -> None:
-    source = Source(type="docstrings")
+    source = make_source(type="docstrings")
     found = list(sources.documents(source, Chat()))
     assert found == list(sources.documents(source, Chat()))
     turns = Counter(len(json.loads(text or "")) for text in found)
@@ -193,7 +195,7 @@ def backend() -> tokenizers.Tokenizer:
 
 
 def _some(count: int) -> list[str]:
-    return [text for text in islice(sources.documents(Source(type="docstrings"), Chat()), count) if text]
+    return [text for text in islice(sources.documents(make_source(type="docstrings"), Chat()), count) if text]
 
 
 def encoded(
@@ -342,7 +344,7 @@ def calling(arguments: Any, content: str | None = "") -> list[dict[str, Any]]:
     ]
 
 
-def row_encoded(backend: tokenizers.Tokenizer, source: Source, template: str) -> Conversations:
+def row_encoded(backend: tokenizers.Tokenizer, source: AnySource, template: str) -> Conversations:
     spec = ChatSpec(Template(template, "test"), 10_000, truncate=True)
     documents = [(text or "").encode() for text in sources.documents(source, Chat())]
     return chat_encoder(backend.to_str(), "uint16", spec)(documents)
@@ -383,7 +385,7 @@ def test_calls_of_tools_are_those_of_transformers(
 def test_nulls_with_which_a_table_fills_arguments_are_left_out(backend: tokenizers.Tokenizer, tmp_path: Path) -> None:
     rows = [{"messages": calling(arguments), "tools": TOOLS} for arguments in ({"city": "a"}, {"unit": "b"})]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    table = row_encoded(backend, Source(type="parquet", path=str(tmp_path / "a.parquet")), WITH_TOOLS)
+    table = row_encoded(backend, make_source(type="parquet", path=str(tmp_path / "a.parquet")), WITH_TOOLS)
     for (ids, answers), city in zip(rows_of(table), (True, False), strict=True):
         text = backend.decode([number for number, answer in zip(ids, answers, strict=True) if answer], False)
         assert ("city" in text, "unit" in text, "null" in text) == (city, not city, False)
@@ -442,7 +444,7 @@ def test_a_tokenizer_whose_pattern_backtracks_for_ever_or_whose_file_blocks_is_r
     backend: tokenizers.Tokenizer, tmp_path: Path
 ) -> None:
     transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SPECIAL[-1]).save_pretrained(tmp_path)
-    section = Tokenizer(type="huggingface", path=str(tmp_path))
+    section = HuggingFaceTokenizer(type="huggingface", path=str(tmp_path))
     tokenizer.require_bounded(section)
     content = json.loads((tmp_path / "tokenizer.json").read_text("utf-8"))
     pattern = {"Regex": "(a|aa)+[bc]"}
@@ -476,7 +478,7 @@ def test_packing_fills_sequences_as_best_fit_decreasing_does() -> None:
 # -- a prepared folder -----------------------------------------------------------------------------------------------
 
 
-def recipe(*given: Source, **chat: Any) -> Recipe:
+def recipe(*given: AnySource, **chat: Any) -> Recipe:
     data = {
         "sources": [source.model_dump() for source in given], "split": [80.0, 20.0, 0.0], "chat": chat,
         "num_workers": 0,
@@ -485,7 +487,7 @@ def recipe(*given: Source, **chat: Any) -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Source]:
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[AnySource]:
     folder = tmp_path_factory.mktemp("rows")
     texts = [json.loads(text) for text in _some(240)]
     bad = [talk("no answer"), talk("x", "<|im_start|>"), texts[0]]
@@ -496,7 +498,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Source]:
 
 
 @pytest.fixture(scope="module")
-def prepared(rows: list[Source], tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def prepared(rows: list[AnySource], tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     return prepare(recipe(*rows), tmp_path_factory.mktemp("data"), workers=1)
 
 
@@ -533,7 +535,7 @@ def test_the_manifest_has_what_was_dropped_and_what_the_loss_counts(prepared: Pr
     assert prepared.verify() == sum(prepared.manifest.counts(split).documents for split in ("train", "valid"))
 
 
-def test_a_damaged_file_of_answers_is_refused(prepared: Prepared, rows: list[Source], tmp_path: Path) -> None:
+def test_a_damaged_file_of_answers_is_refused(prepared: Prepared, rows: list[AnySource], tmp_path: Path) -> None:
     copied = prepare(recipe(*rows), tmp_path, workers=1)
     file = next(copied.path.glob("*-train.answers"))
     content = file.read_bytes()
@@ -549,7 +551,7 @@ def samples(given: Recipe, prepared: Prepared) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_samples_are_whole_conversations(rows: list[Source], prepared: Prepared, packing: bool) -> None:
+def test_samples_are_whole_conversations(rows: list[AnySource], prepared: Prepared, packing: bool) -> None:
     given = recipe(*rows, packing=packing)
     prepare(given, prepared.path.parent, workers=1)
     backend = tokenizers.Tokenizer.from_file(str(prepared.path / "tokenizer.json"))
@@ -576,7 +578,7 @@ def test_samples_are_whole_conversations(rows: list[Source], prepared: Prepared,
     assert (most > 1) == packing
 
 
-def test_every_conversation_is_seen_once_before_any_is_seen_twice(rows: list[Source], tmp_path: Path) -> None:
+def test_every_conversation_is_seen_once_before_any_is_seen_twice(rows: list[AnySource], tmp_path: Path) -> None:
     base = recipe(rows[0])
     longer = base.model_copy(update={"train": base.train.model_copy(update={"train_iters": 24})})
     prepared = prepare(base, tmp_path, workers=1)
@@ -591,7 +593,7 @@ def test_every_conversation_is_seen_once_before_any_is_seen_twice(rows: list[Sou
     assert names[:count] != names[count : 2 * count]
 
 
-def test_sources_are_drawn_by_weight(rows: list[Source], prepared: Prepared) -> None:
+def test_sources_are_drawn_by_weight(rows: list[AnySource], prepared: Prepared) -> None:
     heavy = [rows[0], rows[1].model_copy(update={"weight": 3.0})]
     assert fingerprint(recipe(*heavy)) == prepared.manifest.fingerprint
     used = prepare(recipe(*heavy), prepared.path.parent, workers=1)
@@ -600,7 +602,7 @@ def test_sources_are_drawn_by_weight(rows: list[Source], prepared: Prepared) -> 
     assert np.bincount(order[:, 0]).tolist() == [len(order) // 4, len(order) * 3 // 4]
 
 
-def test_packing_needs_no_new_tokens_and_the_length_does(rows: list[Source]) -> None:
+def test_packing_needs_no_new_tokens_and_the_length_does(rows: list[AnySource]) -> None:
     base = fingerprint(recipe(*rows))
     assert fingerprint(recipe(*rows, packing=False)) == base
     assert fingerprint(recipe(*rows, max_length=LENGTH + 1)) == base
@@ -628,12 +630,12 @@ def theirs(backend: tokenizers.Tokenizer, tmp_path: Path) -> transformers.PreTra
 
 
 def with_theirs(base: Recipe, folder: Path) -> Recipe:
-    section = base.data.tokenizer.model_copy(update={"type": "huggingface", "path": str(folder)})
+    section = HuggingFaceTokenizer(type="huggingface", path=str(folder))
     return base.model_copy(update={"data": base.data.model_copy(update={"tokenizer": section})})
 
 
 def test_a_tokenizer_without_a_template_is_refused_before_anything_is_read(
-    rows: list[Source], theirs: transformers.PreTrainedTokenizerFast, tmp_path: Path
+    rows: list[AnySource], theirs: transformers.PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     given = with_theirs(recipe(*rows), tmp_path / "tokenizer")
     with refused("data.chat.chat_template", rule=("FILE.jinja", "data.chat.template=chatml|qwen3")):
@@ -648,7 +650,7 @@ def test_a_tokenizer_without_a_template_is_refused_before_anything_is_read(
 
 
 def test_a_template_from_a_file_and_its_own_end_of_an_answer(
-    rows: list[Source], theirs: transformers.PreTrainedTokenizerFast, tmp_path: Path
+    rows: list[AnySource], theirs: transformers.PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     (tmp_path / "a.jinja").write_text(PREFIX)
     given = with_theirs(recipe(*rows, chat_template=str(tmp_path / "a.jinja")), tmp_path / "tokenizer")
@@ -761,7 +763,7 @@ def test_qwen_3_has_the_tools_and_calls_of_its_own_template(system: str) -> None
     ]
 
 
-def test_a_named_template_is_that_of_the_prepared_data(rows: list[Source], tmp_path: Path) -> None:
+def test_a_named_template_is_that_of_the_prepared_data(rows: list[AnySource], tmp_path: Path) -> None:
     found = prepare(recipe(*rows, template="llama3"), tmp_path / "data", workers=1)
     assert (found.path / "chat_template.jinja").read_text() == TEMPLATES["llama3"].source
     asked = question(found, "Why?")
@@ -777,7 +779,6 @@ def test_a_named_template_is_that_of_the_prepared_data(rows: list[Source], tmp_p
     [
         ({"data": {"sources": [{"type": "stdlib"}], "chat": {}}}, "data.sources.0.type", "jsonl"),
         ({"data": {"sources": [{"type": "docstrings"}]}}, "data.sources.0.type", "data.chat"),
-        ({"data": {"sources": [{"type": "docstrings", "path": "x"}], "chat": {}}}, "data.sources.0.path", "docstrings"),
         (
             {"data": {"sources": [{"type": "jsonl", "path": "x", "text_key": "y"}], "chat": {}}},
             "data.sources.0.text_key", "data.chat.messages_key",

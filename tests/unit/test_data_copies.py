@@ -27,7 +27,7 @@ from llmrecipes.data.steps.copies import (
     sketch,
 )
 from llmrecipes.data.steps.words import shingles
-from llmrecipes.recipe.schema import Source
+from llmrecipes.recipe.sections.source import AnySource, make_source
 from tests.refusals import refused
 from tests.unit.test_data_steps import with_steps
 
@@ -40,7 +40,7 @@ def edited(words: list[str], share: float, rng: random.Random) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def copied(tmp_path_factory: pytest.TempPathFactory) -> Source:
+def copied(tmp_path_factory: pytest.TempPathFactory) -> AnySource:
     """40 texts and 4 copies of each with another word, shuffled."""
     rng = random.Random(3)
     texts = [rng.choices(WORDS, k=150) for _ in range(40)]
@@ -52,7 +52,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Source:
     rng.shuffle(rows)
     file = tmp_path_factory.mktemp("copies") / "rows.jsonl"
     file.write_text("".join(json.dumps({"text": " ".join(row)}) + "\n" for row in rows))
-    return Source(type="jsonl", path=str(file))
+    return make_source(type="jsonl", path=str(file))
 
 
 @pytest.mark.parametrize("permutations", [16, 128, 256])
@@ -133,7 +133,7 @@ def test_shingles(text: str, expected: list[str]) -> None:
 
 @pytest.mark.rotating
 def test_no_near_copy_of_training_text_is_held_out(
-    copied: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    copied: AnySource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(corpus_module, "_ALONE", 1)
     monkeypatch.setattr(corpus_module, "_BATCH_CHARACTERS", 8192)

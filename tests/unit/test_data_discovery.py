@@ -9,7 +9,7 @@ import pytest
 
 from llmrecipes.data.prepare import prepare
 from llmrecipes.data.sources.sources import files, left_out
-from llmrecipes.recipe.schema import Source
+from llmrecipes.recipe.sections.source import AnySource, make_source
 from tests.refusals import refused
 from tests.unit.test_data_prepare import recipe
 
@@ -20,7 +20,7 @@ def made(root: Path, *names: str) -> None:
         (root / name).write_text(f'{{"text": "{name} {"word " * 99}"}}\n')
 
 
-def names(source: Source, root: Path) -> list[str]:
+def names(source: AnySource, root: Path) -> list[str]:
     return [os.path.relpath(str(file), root) for file in files(source)]
 
 
@@ -38,7 +38,7 @@ def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
     }.items():
         (source / name).symlink_to(tmp_path / target)
     (tmp_path / "far" / "back").symlink_to(source)
-    read = Source(type="jsonl", path=str(source))
+    read = make_source(type="jsonl", path=str(source))
     assert names(read, source) == ["a/1.jsonl", "b/2.jsonl", "b/deep/4.jsonl", "c/3.jsonl"]
     said = left_out(read)
     assert "links to what is read already: 5" in said
@@ -50,7 +50,7 @@ def test_what_is_left_out_of_a_folder_is_counted_and_named(tmp_path: Path) -> No
     made(tmp_path, "1.jsonl", "2.ndjson", "3.JSONL", "sub/4.txt", ".git/5.jsonl", ".6.jsonl")
     (tmp_path / "7.jsonl").symlink_to(tmp_path / "gone.jsonl")
     os.mkfifo(tmp_path / "8.jsonl")
-    source = Source(type="jsonl", path=str(tmp_path))
+    source = make_source(type="jsonl", path=str(tmp_path))
     assert names(source, tmp_path) == ["1.jsonl"]
     said = left_out(source)
     for part in (
@@ -69,11 +69,11 @@ def test_what_a_pattern_leaves_out_is_counted_and_named(tmp_path: Path) -> None:
     made(tmp_path, "1.jsonl", "sub/2.jsonl", "sub.jsonl/3.jsonl")
     (tmp_path / "loop").symlink_to(tmp_path)
     (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")
-    flat = Source(type="jsonl", path=str(tmp_path / "*.jsonl"))
+    flat = make_source(type="jsonl", path=str(tmp_path / "*.jsonl"))
     assert names(flat, tmp_path) == ["1.jsonl"]
     assert "folders: 1" in left_out(flat)
     assert "(gone.jsonl)" in left_out(flat)
-    deep = Source(type="jsonl", path=str(tmp_path / "**" / "*.jsonl"))
+    deep = make_source(type="jsonl", path=str(tmp_path / "**" / "*.jsonl"))
     assert names(deep, tmp_path) == ["1.jsonl", "sub/2.jsonl", "sub.jsonl/3.jsonl"]
     assert "links to what is read already" in left_out(deep)
 
@@ -81,9 +81,9 @@ def test_what_a_pattern_leaves_out_is_counted_and_named(tmp_path: Path) -> None:
 def test_nothing_is_said_where_all_is_read(tmp_path: Path) -> None:
     made(tmp_path, "1.jsonl", "sub/2.jsonl")
     for path in (tmp_path, tmp_path / "1.jsonl", tmp_path / "**" / "*.jsonl", tmp_path.as_uri()):
-        assert not left_out(Source(type="jsonl", path=str(path)))
+        assert not left_out(make_source(type="jsonl", path=str(path)))
     made(tmp_path, "3.txt")
-    assert "3.txt" in left_out(Source(type="jsonl", path=f"{tmp_path.as_uri()}/"))
+    assert "3.txt" in left_out(make_source(type="jsonl", path=f"{tmp_path.as_uri()}/"))
 
 
 def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,4 +93,4 @@ def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypatch:
         Path("d" * 250).mkdir()
         monkeypatch.chdir("d" * 250)
     with refused(str(tmp_path)):
-        files(Source(type="jsonl", path=str(tmp_path)))
+        files(make_source(type="jsonl", path=str(tmp_path)))

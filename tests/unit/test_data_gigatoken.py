@@ -27,7 +27,7 @@ from llmrecipes.data.steps.split import SplitRule
 from llmrecipes.data.steps.steps import StepSpec
 from llmrecipes.data.tokens import encode, gigatoken
 from llmrecipes.data.tokens.gigatoken import Gigatoken
-from llmrecipes.recipe.schema import Source
+from llmrecipes.recipe.sections.source import make_source
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORD = r"[^\r\n\p{L}\p{N}]?"
@@ -226,7 +226,7 @@ def test_a_document_that_is_not_compared_is_used_as_it_is(package: Package, monk
 def shard(folder: Path, text: Path, backend: tokenizers.Tokenizer) -> bytes:
     """What a task publishes of a file of JSON lines."""
     folder.mkdir()
-    file, source = folder / "tokenizer.json", Source(type="jsonl", path=str(text))
+    file, source = folder / "tokenizer.json", make_source(type="jsonl", path=str(text))
     file.write_text(backend.to_str(), encoding="utf-8")
     spec = EncoderSpec(file, "", 0, "uint16", False, StepSpec(SplitRule((90.0, 5.0, 5.0))))
     encode.gigatoken.cache_clear()

@@ -19,7 +19,7 @@ import pytest
 from llmrecipes.data.preparation.shards import cut
 from llmrecipes.data.prepare import prepare
 from llmrecipes.data.sources import file_parts, hub, sources, stores
-from llmrecipes.recipe.schema import Source
+from llmrecipes.recipe.sections.source import make_source
 from tests.refusals import refused
 from tests.unit.data_recipes import recipe
 
@@ -140,7 +140,7 @@ def _texts(server: _Hub) -> list[str]:
 
 
 def test_files_are_shared_by_workers_and_asked_for_again(served: _Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Source(type="hub", path=_NAME)
+    source = make_source(type="hub", path=_NAME)
     served.failing["data/train-1.parquet"] = ["500", "reset"]
     assert list(sources.documents(source)) == _texts(served)
     assert served.failing["data/train-1.parquet"] == []
@@ -161,7 +161,7 @@ def test_a_hub_that_stays_away_is_one_message_and_nothing_is_published(
     monkeypatch.setattr(stores, "PATIENCE_SECONDS", 1.5)
     served.failing["data/train-2.parquet"] = [fault] * 1000
     with refused(f"hf://datasets/{_NAME}@{_SHA}/data/train-2.parquet"):
-        prepare(recipe(Source(type="hub", path=_NAME)), tmp_path / "data", workers=1)
+        prepare(recipe(make_source(type="hub", path=_NAME)), tmp_path / "data", workers=1)
     assert not [path for path in (tmp_path / "data").iterdir() if path.is_dir()]
     asked = 1000 - len(served.failing["data/train-2.parquet"])
     assert asked == 1 if fault == "403" else asked >= 2
@@ -169,9 +169,9 @@ def test_a_hub_that_stays_away_is_one_message_and_nothing_is_published(
 
 def test_a_dataset_that_is_not_there_ends_at_once(served: _Hub) -> None:
     with refused("data.sources", rule=("'no-such/set'", "HF_ENDPOINT")):
-        sources.files(Source(type="hub", path="no-such/set"))
+        sources.files(make_source(type="hub", path="no-such/set"))
     with refused("data.sources", rule=repr(_NAME)):
-        list(sources.documents(Source(type="hub", path=_NAME, split="validation")))
+        list(sources.documents(make_source(type="hub", path=_NAME, split="validation")))
 
 
 def test_lines_of_json_and_other_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,9 +179,9 @@ def test_lines_of_json_and_other_forms(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "lines").mkdir()
     with gzip.open(tmp_path / "lines" / "train.jsonl.gz", "wt") as stream:
         stream.write('{"text": "one"}\n{"text": "two", "more": 1}\n')
-    lines = Source(type="hub", path=str(tmp_path / "lines"))
+    lines = make_source(type="hub", path=str(tmp_path / "lines"))
     assert sources.by_file(lines) and list(sources.documents(lines)) == ["one", "two"]
     (tmp_path / "table").mkdir()
     (tmp_path / "table" / "train.csv").write_text("text\nthree\n")
-    table = Source(type="hub", path=str(tmp_path / "table"))
+    table = make_source(type="hub", path=str(tmp_path / "table"))
     assert not sources.by_file(table) and list(sources.documents(table)) == ["three"]

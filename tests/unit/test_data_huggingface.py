@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 import llmrecipes
 from llmrecipes.data.tokens.encode import encoder, load
 from llmrecipes.data.tokens.tokenizer import load_huggingface
-from llmrecipes.recipe.schema import Tokenizer as Section
+from llmrecipes.recipe.sections.tokenizer_section import HuggingFaceTokenizer
 
 TEXTS = [
     "the cat sat on the mat and then ran to a house , didn 't it ?",
@@ -179,7 +179,7 @@ def test_ids_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
         theirs = transformers.AutoTokenizer.from_pretrained(folder)
         if state == "dropping":  # draws other ids in every call
             theirs.backend_tokenizer.model.dropout = None
-        backend, eod = load_huggingface(Section(type="huggingface", path=str(folder)), 1 << 20)
+        backend, eod = load_huggingface(HuggingFaceTokenizer(type="huggingface", path=str(folder)), 1 << 20)
         assert eod == theirs.eos_token_id
         encode = encoder(backend.to_str(), eod, "uint32", by_word=False)([text.encode() for text in TEXTS])
         rows = np.split(np.frombuffer(encode.ids, "uint32"), np.cumsum(encode.lengths)[:-1])

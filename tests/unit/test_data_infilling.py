@@ -22,8 +22,9 @@ from llmrecipes.data.steps.split import digest
 from llmrecipes.data.tokens.infilling import PARTS, cut, restored
 from llmrecipes.data.tokens.tokenizer import EOD
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.schema import Recipe, Source, Tokenizer
-from llmrecipes.recipe.sections.source import Fim, ValidSource
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.sections.source import AnySource, Fim, make_source, make_valid_source
+from llmrecipes.recipe.sections.tokenizer_section import HuggingFaceTokenizer
 from llmrecipes.recipe.variants.proxy import proxy
 from tests.refusals import refused
 from tests.unit.data_recipes import corpus, made_step, recipe
@@ -32,20 +33,20 @@ RATE, SPM = 0.6, 0.25
 NEAR = made_step({"type": "near_duplicates"})
 
 
-def with_fim(source: Source, tokenizer: Tokenizer | None = None, **data: Any) -> Recipe:
+def with_fim(source: AnySource, tokenizer: HuggingFaceTokenizer | None = None, **data: Any) -> Recipe:
     used = recipe(source, tokenizer=tokenizer, split=(90.0, 10.0, 0.0))
     fim = {"fim": Fim(spm_rate=SPM), "steps": (NEAR,)}
     return used.model_copy(update={"data": used.data.model_copy(update=fim | data)})
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+def source(tmp_path_factory: pytest.TempPathFactory) -> AnySource:
     made = corpus(tmp_path_factory.mktemp("fim") / "code", documents=400, word="def <fim_middle>")
     return made.model_copy(update={"fim_rate": RATE})
 
 
 @pytest.fixture(scope="module")
-def prepared(source: Source, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def prepared(source: AnySource, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     return prepare(with_fim(source), tmp_path_factory.mktemp("data"), workers=1)
 
 
@@ -62,8 +63,8 @@ def reference(text: str, prepared: Prepared) -> list[int]:
     return [ids["prefix"], *prefix, ids["suffix"], *suffix, ids["middle"], *middle]
 
 
-def test_ids_are_those_of_a_plain_reference(source: Source, prepared: Prepared) -> None:
-    texts = {digest(text.encode()): text for text in (p.read_text("utf-8") for p in Path(source.path or "").iterdir())}
+def test_ids_are_those_of_a_plain_reference(source: AnySource, prepared: Prepared) -> None:
+    texts = {digest(text.encode()): text for text in (p.read_text("utf-8") for p in Path(source.location).iterdir())}
     ids, tokenizer = prepared.manifest.tokenizer.fim, prepared.tokenizer()
     assert list(ids) == list(PARTS)
     rearranged = 0
@@ -96,7 +97,7 @@ def test_choices_are_uniform_and_follow_seed_and_text() -> None:
 
 
 def test_shards_and_workers_make_the_same(
-    source: Source, prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: AnySource, prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_parts, "PART_BYTES", 20_000)
     by_shards = prepare(with_fim(source), tmp_path, workers=2)
@@ -114,7 +115,7 @@ def test_near_copies_are_compared_as_the_text_is(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     similar = []
     for rate in (0.0, 1.0):
-        source = Source(type="jsonl", path=str(tmp_path / "a.jsonl"), fim_rate=rate)
+        source = make_source(type="jsonl", path=str(tmp_path / "a.jsonl"), fim_rate=rate)
         used = with_fim(source, fim=Fim())
         checked = check_near_copies(prepare(used, tmp_path / "data", workers=1))
         assert checked is not None
@@ -124,7 +125,7 @@ def test_near_copies_are_compared_as_the_text_is(tmp_path: Path) -> None:
 
 
 def test_documents_are_shown_with_their_order(
-    source: Source, prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    source: AnySource, prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = list(random_documents(prepared, "train", 400, seed=0))
     assert {document.fim for document in shown} == {"fim_psm", "fim_spm", None}
@@ -139,10 +140,10 @@ def test_documents_are_shown_with_their_order(
     assert "|<fim_suffix>|" in printed
 
 
-def test_held_out_sets_have_a_rate_of_their_own(source: Source, tmp_path: Path) -> None:
+def test_held_out_sets_have_a_rate_of_their_own(source: AnySource, tmp_path: Path) -> None:
     held = corpus(tmp_path / "held", 100, seed=9, word="held")
     sets = tuple(
-        ValidSource(type="text", path=held.path, label=label, fim_rate=rate)
+        make_valid_source(type="text", path=held.location, label=label, fim_rate=rate)
         for label, rate in (("plain", 0.0), ("infill", 1.0))
     )
     made = prepare(with_fim(source, valid_sources=sets), tmp_path / "data", workers=1)
@@ -151,14 +152,14 @@ def test_held_out_sets_have_a_rate_of_their_own(source: Source, tmp_path: Path) 
     assert counts["infill"].bytes == counts["plain"].bytes
 
 
-def test_a_tokenizer_of_others_has_the_tokens(source: Source, prepared: Prepared, tmp_path: Path) -> None:
+def test_a_tokenizer_of_others_has_the_tokens(source: AnySource, prepared: Prepared, tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    def saved(name: str, *tokens: str) -> Tokenizer:
+    def saved(name: str, *tokens: str) -> HuggingFaceTokenizer:
         backend = PreTrainedTokenizerFast(tokenizer_file=str(plain / "tokenizer.json"), eos_token=EOD)
         backend.add_tokens(list(tokens))  # as Qwen's are: no special tokens, so that text could have them
         backend.save_pretrained(tmp_path / name)
-        return Tokenizer(type="huggingface", path=str(tmp_path / name))
+        return HuggingFaceTokenizer(type="huggingface", path=str(tmp_path / name))
 
     plain = prepare(recipe(source.model_copy(update={"fim_rate": 0.0}), vocab_size=500), tmp_path / "plain").path
     others = {f"{part}_token": f"<|fim_{part}|>" for part in PARTS}
@@ -175,7 +176,7 @@ def test_a_tokenizer_of_others_has_the_tokens(source: Source, prepared: Prepared
     assert sorted(path.name for path in (tmp_path / "data").iterdir() if path.is_dir()) == [made.path.name]
 
 
-def test_without_a_rate_prepared_data_keeps_its_name(source: Source) -> None:
+def test_without_a_rate_prepared_data_keeps_its_name(source: AnySource) -> None:
     plain = recipe(source.model_copy(update={"fim_rate": 0.0}))
     assert fingerprint(plain) != fingerprint(recipe(source))
     seeded = recipe(source).data.model_copy(update={"fim": Fim(seed=5)})

@@ -24,14 +24,15 @@ from llmrecipes.data.preparation.shards import Shards
 from llmrecipes.data.prepare import Prepared, _shards, fingerprint, prepare
 from llmrecipes.data.sources import file_parts
 from llmrecipes.errors import UserError
-from llmrecipes.recipe.schema import Chat, Data, Recipe, Source
+from llmrecipes.recipe.schema import Chat, Data, Recipe
 from llmrecipes.recipe.sections.data_steps import DuplicatesStep
+from llmrecipes.recipe.sections.source import AnySource, make_source
 from tests.refusals import refused
 from tests.unit.data_recipes import FUSED, corpus, made_step, recipe
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Source, ...]:
+def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[AnySource, ...]:
     """Text and JSON lines with copies in a shard, in other shards and in another source, and documents to drop."""
     root = tmp_path_factory.mktemp("sources")
     text = corpus(root / "text")
@@ -41,10 +42,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Source, ...]:
         rows = [texts[3 * n], f"Row {n} is new. " * 9, f"Row {n} is new. " * 9, f"Row {n // 2} is older. " * 9, "", "x"]
         lines = [json.dumps({"text": row}) for row in rows]
         (root / "jsonl" / f"{n:02}.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    return text, Source(type="jsonl", path=str(root / "jsonl"))
+    return text, make_source(type="jsonl", path=str(root / "jsonl"))
 
 
-def of(sources: tuple[Source, ...]) -> Recipe:
+def of(sources: tuple[AnySource, ...]) -> Recipe:
     made = recipe(*sources)
     steps = (made_step({"type": "length", "min_characters": 3}),)
     data = made.data.model_copy(update={"split": (80.0, 10.0, 10.0), "steps": steps})
@@ -52,12 +53,12 @@ def of(sources: tuple[Source, ...]) -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def expected(sources: tuple[Source, ...], tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def expected(sources: tuple[AnySource, ...], tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     return prepare(of(sources), tmp_path_factory.mktemp("one"), workers=1)
 
 
 @pytest.fixture(scope="module")
-def copied(sources: tuple[Source, ...], tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+def copied(sources: tuple[AnySource, ...], tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     """A recipe with both steps that compare, and a source of near-copies of near-copies, in many shards."""
     letters = str.maketrans("0123456789", "abcdefghij")  # digits are all the same to `duplicates`
     rng, words = random.Random(7), [f"word{n}".translate(letters) for n in range(3000)]
@@ -71,7 +72,7 @@ def copied(sources: tuple[Source, ...], tmp_path_factory: pytest.TempPathFactory
     for n in range(15):
         lines = [json.dumps({"text": " ".join(text)}) for text in texts[10 * n : 10 * n + 10]]
         (folder / f"{n:02}.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    used = of((*sources, Source(type="jsonl", path=str(folder))))
+    used = of((*sources, make_source(type="jsonl", path=str(folder))))
     steps = (
         *used.data.steps,
         DuplicatesStep(type="duplicates"),
@@ -112,7 +113,7 @@ def run(stage: Any) -> None:
 
 @pytest.mark.usefixtures("small")
 def test_processes_join_to_the_bytes_of_one(
-    sources: tuple[Source, ...], expected: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sources: tuple[AnySource, ...], expected: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline, "_SMALL_BYTES", 0)
     [text, rows] = expected.manifest.sources
@@ -128,14 +129,14 @@ def test_processes_join_to_the_bytes_of_one(
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.rotating
-def test_shards_join_what_is_equal_but_for_case(sources: tuple[Source, ...], tmp_path: Path) -> None:
+def test_shards_join_what_is_equal_but_for_case(sources: tuple[AnySource, ...], tmp_path: Path) -> None:
     """Documents that repeat an earlier one in every byte, and those that the step drops, which have samples."""
     used = of(sources)
     steps = (*used.data.steps, DuplicatesStep(type="duplicates"))
-    text = Path(sources[0].path or "", "0003.txt").read_text()
+    text = Path(sources[0].location, "0003.txt").read_text()
     rows = [json.dumps({"text": each}) for each in (text.upper(), text, "a new one " * 99)]
     (tmp_path / "more.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    more = Source(type="jsonl", path=str(tmp_path / "more.jsonl"))
+    more = make_source(type="jsonl", path=str(tmp_path / "more.jsonl"))
     change = {"steps": steps, "sources": (*used.data.sources, more), "split": (98.0, 1.0, 1.0)}
     data = used.data.model_copy(update=change)
     used = used.model_copy(update={"data": data})
@@ -213,7 +214,7 @@ def test_shards_join_several_sources_up_to_max_tokens(
 @pytest.mark.usefixtures("small")
 @pytest.mark.rotating
 def test_held_out_texts_are_compressed_in_members(
-    sources: tuple[Source, ...], expected: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sources: tuple[AnySource, ...], expected: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which do not begin where shards do, and are the same by one process."""
     for module in ("write", "join"):
@@ -233,16 +234,16 @@ def test_held_out_texts_are_compressed_in_members(
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.rotating
-def test_a_large_file_is_several_shards(sources: tuple[Source, ...], tmp_path: Path) -> None:
+def test_a_large_file_is_several_shards(sources: tuple[AnySource, ...], tmp_path: Path) -> None:
     """Of JSON lines and Parquet; of a compressed file one, and the output says so. The bytes are those of one process
     that reads whole files."""
     import pyarrow as pa  # type: ignore[import-untyped]
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
-    rows = [json.loads(line) for file in sorted(Path(sources[1].path or "").iterdir()) for line in file.open()]
-    one = Source(type="jsonl", path=str(tmp_path / "one.jsonl"))
-    table = Source(type="parquet", path=str(tmp_path / "one.parquet"))
-    packed = Source(type="jsonl", path=str(tmp_path / "packed.jsonl.gz"))
+    rows = [json.loads(line) for file in sorted(Path(sources[1].location).iterdir()) for line in file.open()]
+    one = make_source(type="jsonl", path=str(tmp_path / "one.jsonl"))
+    table = make_source(type="parquet", path=str(tmp_path / "one.parquet"))
+    packed = make_source(type="jsonl", path=str(tmp_path / "packed.jsonl.gz"))
     (tmp_path / "one.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     texts = [f"{n} of a table, {random.Random(n).random()}" for n in range(400)]
     pq.write_table(pa.table({"text": texts}), tmp_path / "one.parquet", row_group_size=50)
@@ -263,7 +264,7 @@ def test_a_large_file_is_several_shards(sources: tuple[Source, ...], tmp_path: P
 @pytest.mark.usefixtures("small")
 @pytest.mark.rotating
 def test_a_killed_call_is_continued_unless_a_source_has_changed(
-    sources: tuple[Source, ...], expected: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sources: tuple[AnySource, ...], expected: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used, lines = of(sources), list[str]()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -285,7 +286,7 @@ def test_a_killed_call_is_continued_unless_a_source_has_changed(
     ["preparation.pipeline.EncodingProgress.add", "preparation.pipeline.EncodingProgress.stage", "prepare._fill"],
 )
 def test_a_call_that_fails_keeps_what_the_same_call_goes_on_with(
-    sources: tuple[Source, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    sources: tuple[AnySource, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     """Nothing if the recipe or a source has to be mended, which gives other shards."""
     for again in (True, False):
@@ -302,7 +303,7 @@ def test_a_call_that_fails_keeps_what_the_same_call_goes_on_with(
 
 @pytest.mark.usefixtures("small")
 def test_an_item_whose_worker_was_killed_is_done_again(
-    sources: tuple[Source, ...], expected: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sources: tuple[AnySource, ...], expected: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever it is at; the others go on."""
     lines, chance = list[str](), random.Random(os.urandom(8))
@@ -324,7 +325,7 @@ def test_workers_killed_at_some_documents(copied: Recipe, expected_of_copied: Pr
     """Three of five, wherever they are; the bytes are those of an uninterrupted call."""
     fuses, lines = tmp_path / "fuses", list[str]()
     fuses.mkdir()
-    numbers = [path.read_text().split()[1] for path in Path(copied.data.sources[0].path or "").iterdir()]
+    numbers = [path.read_text().split()[1] for path in Path(copied.data.sources[0].location).iterdir()]
     for number in random.Random(os.urandom(8)).sample(numbers, 3):
         (fuses / number).touch()
     fields: Any = {"fused": (Annotated[str | None, FUSED], None)}
@@ -372,7 +373,7 @@ def interrupted(*arguments: Any) -> None:
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.rotating
-def test_damaged_digests_and_shards_are_refused(sources: tuple[Source, ...], tmp_path: Path) -> None:
+def test_damaged_digests_and_shards_are_refused(sources: tuple[AnySource, ...], tmp_path: Path) -> None:
     used = of(sources)
     shards = begun(used, tmp_path / "data")
     run(shards)
@@ -407,7 +408,7 @@ def test_documents_that_are_cut_are_the_same_in_many_shards(copied: Recipe, tmp_
     rows = [{"text": f"{common}{text}."} for text in own]
     (tmp_path / "spans.jsonl").write_text("\n".join(map(json.dumps, rows)))
     cut = made_step({"type": "duplicates", "span_sentences": 3, "cut_spans": True, "min_words": 5})
-    first = Source(type="jsonl", path=str(tmp_path / "spans.jsonl"), max_tokens=1000)
+    first = make_source(type="jsonl", path=str(tmp_path / "spans.jsonl"), max_tokens=1000)
     every = (first, copied.data.sources[0], copied.data.sources[2])
     data = copied.data.model_copy(update={"sources": every, "steps": (cut, copied.data.steps[-1])})
     used = copied.model_copy(update={"data": data})
@@ -425,8 +426,8 @@ def test_conversations_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     bad = [{"prompt": "What?", "completion": " "}, {"prompt": "<|im_end|>", "completion": "x"}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, [*rows[:120], *bad, *rows[120:], rows[0]])))
     (tmp_path / "b.jsonl").write_text("\n".join(json.dumps({**row, "prompt": "So?"}) for row in rows))
-    first = Source(type="jsonl", path=str(tmp_path / "a.jsonl"), max_tokens=5000)
-    talks = recipe(first, Source(type="jsonl", path=str(tmp_path / "b.jsonl")))
+    first = make_source(type="jsonl", path=str(tmp_path / "a.jsonl"), max_tokens=5000)
+    talks = recipe(first, make_source(type="jsonl", path=str(tmp_path / "b.jsonl")))
     talks = talks.model_copy(update={"data": talks.data.model_copy(update={"chat": Chat(template="chatml")})})
     one = prepare(talks, tmp_path / "one", workers=1)
     monkeypatch.setattr(file_parts, "PART_BYTES", 2000)
@@ -455,7 +456,7 @@ def test_damaged_files_are_skipped_up_to_a_share(tmp_path: Path) -> None:
         if n in (3, 7):
             rows[10] = rows[10][:20]
         (tmp_path / "jsonl" / f"{n}.jsonl").write_text("\n".join(rows))
-    source = Source(type="jsonl", path=str(tmp_path / "jsonl"))
+    source = make_source(type="jsonl", path=str(tmp_path / "jsonl"))
 
     def allowing(share: float) -> Recipe:
         used = recipe(source)

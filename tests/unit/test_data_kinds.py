@@ -10,7 +10,7 @@ import pytest
 
 from llmrecipes.data.prepare import prepare
 from llmrecipes.data.steps.kinds import Kinds, script
-from llmrecipes.recipe.schema import Source
+from llmrecipes.recipe.sections.source import make_source
 from tests.unit.data_recipes import made_step, recipe
 
 ENGLISH = "The committee of the town has to be at the hall, and that is what we have with us on day {}. " * 6
@@ -41,7 +41,7 @@ def warnings(folder: Path, texts: list[str], *steps: dict[str, Any], workers: in
     for n in range(2):
         rows = (json.dumps({"text": text}) + "\n" for text in texts[n::2])
         (folder / f"{n}.jsonl").write_text("".join(rows), encoding="utf-8")
-    used = recipe(Source(type="jsonl", path=str(folder)))
+    used = recipe(make_source(type="jsonl", path=str(folder)))
     made = tuple(made_step(step) for step in steps)
     used = used.model_copy(update={"data": used.data.model_copy(update={"steps": made})})
     lines: list[str] = []

@@ -16,7 +16,8 @@ from llmrecipes.data.folder.overview import ShownDocument, random_documents, sta
 from llmrecipes.data.folder.prepared import Prepared
 from llmrecipes.data.prepare import prepare
 from llmrecipes.data.steps.split import SPLITS, Split
-from llmrecipes.recipe.schema import Chat, Recipe, Source
+from llmrecipes.recipe.schema import Chat, Recipe
+from llmrecipes.recipe.sections.source import make_source
 from tests.refusals import refused, require_message
 from tests.unit.data_recipes import corpus, recipe
 from tests.unit.test_data_steps import with_steps
@@ -54,7 +55,7 @@ def test_of_a_conversation_the_answers_count(
 ) -> None:
     rows = [{"messages": [{"role": r, "content": f"{r} says {n}"} for r in ("user", "assistant")]} for n in range(60)]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    plain = recipe(Source(type="jsonl", path=str(tmp_path / "chat.jsonl")))
+    plain = recipe(make_source(type="jsonl", path=str(tmp_path / "chat.jsonl")))
     chat = plain.model_copy(update={"data": plain.data.model_copy(update={"chat": Chat()})})
     folder = prepare(chat, tmp_path / "data", workers=1)
     counts = folder.manifest.chat
@@ -139,7 +140,9 @@ def test_the_page_has_every_figure_and_needs_no_network(tmp_path: Path, capsys: 
     ]
     rows += [{"text": f"short {n}", "url": None} for n in range(9)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    used = with_steps(Source(type="jsonl", path=str(tmp_path / "a.jsonl")), {"type": "length", "min_characters": 50})
+    used = with_steps(
+        make_source(type="jsonl", path=str(tmp_path / "a.jsonl")), {"type": "length", "min_characters": 50}
+    )
     folder = prepare(used, tmp_path / "data", workers=1)
     (domains,) = overview.domains(used.data.sources)
     assert domains.by_host == {"often.example": 60, "seldom.example": 30}

@@ -21,7 +21,8 @@ from llmrecipes.data.tokens import tokenizer
 from llmrecipes.data.tokens.chat import ChatSpec, Conversations, Template
 from llmrecipes.data.tokens.pairs import ANSWER, SECOND, pair_encoder
 from llmrecipes.data.tokens.templates import CHATML, SPECIAL
-from llmrecipes.recipe.schema import Chat, Recipe, Source
+from llmrecipes.recipe.schema import Chat, Recipe
+from llmrecipes.recipe.sections.source import AnySource, make_source
 from tests.helpers import tiny
 from tests.refusals import refused
 
@@ -36,9 +37,9 @@ def said(content: str, role: str = "assistant") -> list[dict[str, str]]:
 TALKS = {"prompt": said("Is it?", "user"), "chosen": said("Yes."), "rejected": said("No, never.")}
 
 
-def rows(file: Path, *values: Any) -> Source:
+def rows(file: Path, *values: Any) -> AnySource:
     file.write_text("".join(json.dumps(value) + "\n" for value in values), "utf-8")
-    return Source(type="jsonl", path=str(file))
+    return make_source(type="jsonl", path=str(file))
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------
@@ -49,7 +50,7 @@ def test_texts_and_messages_are_read_from_lines_and_tables(tmp_path: Path) -> No
     parts = [[message["part"] for message in json.loads(text)] for text in found[:2] if text]
     assert parts == [["prompt", "chosen", "rejected"]] * 2 and found[2] == ""
     pq.write_table(pa.table({name: [value] for name, value in TALKS.items()}), tmp_path / "a.parquet")
-    assert list(documents(Source(type="parquet", path=str(tmp_path / "a.parquet")), CHAT)) == found[1:2]
+    assert list(documents(make_source(type="parquet", path=str(tmp_path / "a.parquet")), CHAT)) == found[1:2]
     named = Chat(prompt_key="q", preference={"chosen_key": "a", "rejected_key": "b"})  # type: ignore[arg-type]
     other = rows(tmp_path / "b.jsonl", {"q": TEXTS["prompt"], "a": TEXTS["chosen"], "b": TEXTS["rejected"]})
     assert list(documents(other, named)) == found[:1]
@@ -118,7 +119,7 @@ def test_judgements_of_published_sets_say_which_answer_is_better(
     right = list(documents(rows(tmp_path / "b.jsonl", TALKS), CHAT))
     assert found == [*right, *right, *("" for _ in tie)]
     pq.write_table(pa.Table.from_pylist(lines), tmp_path / "a.parquet")
-    assert list(documents(Source(type="parquet", path=str(tmp_path / "a.parquet")), CHAT)) == found
+    assert list(documents(make_source(type="parquet", path=str(tmp_path / "a.parquet")), CHAT)) == found
     wrong = rows(tmp_path / "c.jsonl", row, {**row, judgement: 7})
     with refused(f"{tmp_path / 'c.jsonl'}:2", rule=(repr(judgement), "7")):
         list(documents(wrong, CHAT))

@@ -39,8 +39,10 @@ from llmrecipes.data.steps.split import SPLITS, SplitRule, check_disjoint, diges
 from llmrecipes.data.steps.steps import Dropped, StepSpec, pipeline, selected
 from llmrecipes.data.tokens.tokenizer import EOD
 from llmrecipes.recipe.load import load, names
-from llmrecipes.recipe.schema import Data, Recipe, Source, Tokenizer
+from llmrecipes.recipe.schema import Data, Recipe
 from llmrecipes.recipe.sections.plugins import DataStep, declared, resolve
+from llmrecipes.recipe.sections.source import AnySource, Source, StdlibSource, make_source
+from llmrecipes.recipe.sections.tokenizer_section import BpeTokenizer, HuggingFaceTokenizer, Tokenizer
 from tests.helpers import ROOT
 from tests.refusals import refused
 from tests.unit.data_recipes import WITHOUT, corpus, recipe
@@ -98,7 +100,7 @@ def test_the_tokens_are_the_sources_texts_in_order_each_in_the_split_of_its_hash
     used, prepared = made
     tokenizer, rule = prepared.tokenizer(), SplitRule(used.data.split)
     for number, source in enumerate(used.data.sources):
-        files = sorted(Path(str(source.path)).glob("[0-9]*.txt"))
+        files = sorted(Path(source.location).glob("[0-9]*.txt"))
         texts = [file.read_bytes() for file in files]
         for split in SPLITS:
             expected = [text for text in texts if rule.of(digest(text)) == split]
@@ -142,7 +144,7 @@ def test_the_split_follows_the_weights() -> None:
 def test_held_out_text_and_its_gzip_size(made: tuple[Recipe, Prepared]) -> None:
     used, prepared = made
     rule = SplitRule(used.data.split)
-    files = [f for s in used.data.sources for f in sorted(Path(str(s.path)).glob("[0-9]*.txt"))]
+    files = [f for s in used.data.sources for f in sorted(Path(s.location).glob("[0-9]*.txt"))]
     expected = b"".join(f.read_bytes() for f in files if rule.of(digest(f.read_bytes())) == "valid")
     assert held_out_text(prepared) == expected
     assert held_out_text(prepared, "valid", max_bytes=100) == expected[:100]
@@ -222,7 +224,7 @@ def test_a_source_is_read_up_to_its_max_tokens_whatever_the_number_of_workers(
     assert all(kept[n].tolist() == everything[n].tolist() for n in range(len(kept)))
 
 
-def with_step(source: Source, word: str | None, **data: Any) -> Recipe:
+def with_step(source: AnySource, word: str | None, **data: Any) -> Recipe:
     """A recipe whose schema has one more key, `without`."""
     fields: Any = {"without": (Annotated[str | None, WITHOUT], None)}
     longer: Any = create_model("WithStep", __base__=Data, **fields)
@@ -294,7 +296,7 @@ def test_preparing_again_uses_the_new_tokenizer(tmp_path: Path) -> None:
 
 
 def test_the_fingerprint_names_what_tokens_depend_on(tmp_path: Path) -> None:
-    source = Source(type="text", path="a")
+    source = make_source(type="text", path="a")
     base = recipe(source)
     same = [
         recipe(source.model_copy(update={"weight": 3.0})),
@@ -305,7 +307,7 @@ def test_the_fingerprint_names_what_tokens_depend_on(tmp_path: Path) -> None:
         recipe(source.model_copy(update={"path": "b"})),
         recipe(source, vocab_size=600),
         recipe(source, split=(90.0, 10.0, 0.0)),
-        recipe(source, tokenizer=Tokenizer(type="huggingface", path="gpt2")),
+        recipe(source, tokenizer=HuggingFaceTokenizer(type="huggingface", path="gpt2")),
     ]
     assert {fingerprint(r) for r in same} == {fingerprint(base)}
     assert len({fingerprint(r) for r in [base, *other]}) == 1 + len(other)
@@ -337,10 +339,12 @@ def test_data_prepared_by_earlier_versions_is_found() -> None:
 
 
 @pytest.mark.parametrize("section", ["data", "tokenizer", "source"])
-def test_a_new_data_key_makes_other_tokens(section: str) -> None:
+def test_a_new_data_key_makes_other_tokens(section: str, monkeypatch: pytest.MonkeyPatch) -> None:
     new: Any = {"new_key": (int, 0)}
-    source = create_model("NewSource", __base__=Source, **new)
-    tokenizer = create_model("NewTokenizer", __base__=Tokenizer, **new)
+    for base in (Source, Tokenizer):  # which learn of the key of a new type
+        monkeypatch.setattr(base, "unset", dict(base.unset))
+    source = create_model("NewSource", __base__=StdlibSource, **new)
+    tokenizer = create_model("NewTokenizer", __base__=BpeTokenizer, **new)
     fields: Any = {"sources": (tuple[source, ...], ...), "tokenizer": (tokenizer, ...)}  # type: ignore[valid-type]
     longer = create_model("NewData", __base__=Data, **new, **fields)
 
@@ -348,13 +352,13 @@ def test_a_new_data_key_makes_other_tokens(section: str) -> None:
         found: dict[str, dict[str, Any]] = {"data": {}, "tokenizer": {}, "source": {"type": "stdlib"}}
         found[section]["new_key"] = value
         data = longer(sources=(source(**found["source"]),), tokenizer=tokenizer(**found["tokenizer"]), **found["data"])
-        return recipe(Source(type="stdlib")).model_copy(update={"data": data})
+        return recipe(make_source(type="stdlib")).model_copy(update={"data": data})
 
     assert fingerprint(changed(1)) == fingerprint(changed(1)) != fingerprint(changed(2))
 
 
 def test_open_reports_when_nothing_is_prepared(tmp_path: Path) -> None:
-    used = recipe(Source(type="stdlib"))
+    used = recipe(make_source(type="stdlib"))
     with refused(tmp_path / fingerprint(used)) as caught:
         open_prepared(used, tmp_path)
     assert caught.value.fix == f"llmrecipes prepare {used.name} --data-dir {tmp_path}"
@@ -434,7 +438,7 @@ import os, pathlib, signal, sys
 from tests.unit.data_recipes import recipe
 from llmrecipes.data.preparation import corpus as corpus_module, shards
 from llmrecipes.data.prepare import prepare
-from llmrecipes.recipe.schema import Source
+from llmrecipes.recipe.sections.source import make_source
 
 def die(*args):
     os.kill(os.getpid(), signal.SIGKILL)  # the workers wait for more
@@ -443,7 +447,7 @@ shards.framed = die
 corpus_module._ALONE, corpus_module._BATCH_CHARACTERS = 0, 4096
 if __name__ == "__main__":
     os.chdir(sys.argv[1])
-    prepare(recipe(Source(type="text", path="text")), pathlib.Path("data"), workers=2)
+    prepare(recipe(make_source(type="text", path="text")), pathlib.Path("data"), workers=2)
 """
     )
     paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
@@ -456,13 +460,13 @@ if __name__ == "__main__":
         timeout=120,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
-    used = recipe(Source(type="text", path="text"))
+    used = recipe(make_source(type="text", path="text"))
     data = tmp_path / "data"
     assert list((data / f".{fingerprint(used)}.shards").glob(".000000-*.part"))
     with refused(data / fingerprint(used)):
         open_prepared(used, data)
 
-    here = recipe(Source(type="text", path=str(tmp_path / "text")))
+    here = recipe(make_source(type="text", path=str(tmp_path / "text")))
     data.joinpath(f".{fingerprint(used)}.shards").rename(data / f".{fingerprint(here)}.shards")
     data.joinpath(f".{fingerprint(here)}.part").mkdir()
     prepare(here, data, workers=1).verify()
@@ -489,12 +493,12 @@ def test_sources_without_text_for_training_are_refused(tmp_path: Path) -> None:
     good = corpus(tmp_path / "good")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "a.txt").write_text("")
-    empty = Source(type="text", path=str(tmp_path / "empty"))
+    empty = make_source(type="text", path=str(tmp_path / "empty"))
     with refused("data.sources[1]", rule="0 duplicate, 1 empty"):
         prepare(recipe(good, empty), tmp_path / "data", workers=1)
 
     with refused("data.sources[1]", rule="200 duplicate"):
-        prepare(recipe(good, Source(type="text", path=f"{good.path}/*.txt")), tmp_path / "data", workers=1)
+        prepare(recipe(good, make_source(type="text", path=f"{good.location}/*.txt")), tmp_path / "data", workers=1)
 
     one = tmp_path / "one"
     one.mkdir()
@@ -502,7 +506,7 @@ def test_sources_without_text_for_training_are_refused(tmp_path: Path) -> None:
     held_out = next(t for t in map(str, range(99)) if rule.of(hashlib.sha256(t.encode()).digest()) != "train")
     (one / "a.txt").write_text(held_out)
     with refused("data.sources[0]", rule="data.split"):
-        prepare(recipe(Source(type="text", path=str(one)), split=rule.weights), tmp_path / "data", workers=1)
+        prepare(recipe(make_source(type="text", path=str(one)), split=rule.weights), tmp_path / "data", workers=1)
 
     with refused("data.sources[0]", rule=("4,097", "model.seq_length")):
         prepare(recipe(corpus(tmp_path / "tiny", documents=5), seq_length=4096), tmp_path / "data", workers=1)
@@ -523,7 +527,7 @@ def test_a_hugging_face_tokenizer_from_a_folder(tmp_path: Path, made: tuple[Reci
     folder = tmp_path / "tokenizer"
     file = str(made[1].path / "tokenizer.json")
     PreTrainedTokenizerFast(tokenizer_file=file, eos_token=EOD).save_pretrained(folder)
-    section = Tokenizer(type="huggingface", path=str(folder))
+    section = HuggingFaceTokenizer(type="huggingface", path=str(folder))
     used, lines = recipe(*made[0].data.sources, tokenizer=section), list[str]()
     prepared = prepare(used, tmp_path / "data", workers=1, progress=lines.append)
     assert prepared.manifest.tokenizer.eod == made[1].manifest.tokenizer.eod
@@ -537,7 +541,7 @@ def test_a_hugging_face_tokenizer_from_a_folder(tmp_path: Path, made: tuple[Reci
 
 
 def test_a_tokenizer_with_the_pattern_of_llama_3(tmp_path: Path, made: tuple[Recipe, Prepared]) -> None:
-    used = recipe(*made[0].data.sources, tokenizer=Tokenizer(pattern="llama3"))
+    used = recipe(*made[0].data.sources, tokenizer=BpeTokenizer(pattern="llama3"))
     prepared = prepare(used, tmp_path / "data", workers=1)
     tokens = IndexedDataset(str(prepared.path / stem(0, "train")))
     text = "x = 12345;\n\n  it's"
@@ -554,7 +558,7 @@ def test_a_tokenizer_with_the_pattern_of_llama_3(tmp_path: Path, made: tuple[Rec
 
 
 def test_a_tokenizer_that_is_not_there_is_one_message(tmp_path: Path) -> None:
-    section = Tokenizer(type="huggingface", path=str(tmp_path / "nowhere"))
+    section = HuggingFaceTokenizer(type="huggingface", path=str(tmp_path / "nowhere"))
     with refused("data.tokenizer", rule=(repr(section.path), "HF_ENDPOINT")):
         prepare(recipe(corpus(tmp_path / "text"), tokenizer=section), tmp_path / "data", workers=1)
 
@@ -570,7 +574,7 @@ def test_data_for_less_than_a_sequence_names_what_was_read(tmp_path: Path, name:
         text = "".join(f"{json.dumps(row)}\n" for row in rows) if name == "two.jsonl" else json.dumps(rows)
         file.write_bytes(lzma.compress(text.encode()) if name.endswith(".xz") else text.encode())
     kind: Any = {"txt": "text", "parquet": "parquet"}.get(name.split(".")[1], "jsonl")
-    source = Source(type=kind, path=str(file))
+    source = make_source(type=kind, path=str(file))
     documents = 1 if kind == "text" else 2
     read = form(source)
     assert read and ("array" in read) == (name in ("two.json", "two.json.xz"))

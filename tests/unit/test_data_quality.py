@@ -13,7 +13,7 @@ import pytest
 from llmrecipes.data.prepare import prepare
 from llmrecipes.data.steps.copies import Duplicates
 from llmrecipes.data.steps.quality import c4, fineweb
-from llmrecipes.recipe.schema import Source
+from llmrecipes.recipe.sections.source import make_source
 from tests.refusals import has_token, refused
 from tests.unit.test_data_steps import PROSE, run, with_steps
 
@@ -152,7 +152,7 @@ def test_a_model_is_read_before_anything_else(
         model.write_bytes(whole[: len(whole) + content])
     step = {"type": "classifier", "model": str(model), "labels": labels}
     with refused(f"data.steps[].{key}") as caught:
-        prepare(with_steps(Source(type="text", path=str(tmp_path / "nowhere")), step), tmp_path / "data")
+        prepare(with_steps(make_source(type="text", path=str(tmp_path / "nowhere")), step), tmp_path / "data")
     assert has_token(str(caught.value), str(model)) and (key == "model" or has_token(str(caught.value), "good"))
 
 

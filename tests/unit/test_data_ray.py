@@ -12,8 +12,9 @@ import pytest
 from llmrecipes.data.preparation import pipeline
 from llmrecipes.data.prepare import Prepared, prepare
 from llmrecipes.data.sources import file_parts
-from llmrecipes.recipe.schema import Recipe, Source
+from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.sections.data_steps import DuplicatesStep
+from llmrecipes.recipe.sections.source import make_source
 from tests.dashboard import free_port
 from tests.refusals import refused
 from tests.unit.data_recipes import corpus, made_step, recipe
@@ -35,10 +36,12 @@ def compared(folder: Path) -> Recipe:
     text = corpus(folder / "text")
     rows = [
         path.read_text() + ("" if n % 3 else " once more")
-        for n, path in enumerate(sorted(Path(text.path or "").iterdir()))
+        for n, path in enumerate(sorted(Path(text.location).iterdir()))
     ]
     (folder / "rows.jsonl").write_text("\n".join(json.dumps({"text": row}) for row in rows), encoding="utf-8")
-    made = recipe(text.model_copy(update={"max_tokens": 6000}), Source(type="jsonl", path=str(folder / "rows.jsonl")))
+    made = recipe(
+        text.model_copy(update={"max_tokens": 6000}), make_source(type="jsonl", path=str(folder / "rows.jsonl"))
+    )
     near = made_step({"type": "near_duplicates", "threshold": 0.7})
     data = made.data.model_copy(
         update={"split": (80.0, 10.0, 10.0), "steps": (DuplicatesStep(type="duplicates"), near)}

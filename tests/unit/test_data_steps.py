@@ -29,9 +29,10 @@ from llmrecipes.data.steps.words import normalized
 from llmrecipes.diagnosis.data_checks import of_data
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.reading.keys import keys
-from llmrecipes.recipe.schema import Data, Recipe, Source
+from llmrecipes.recipe.schema import Data, Recipe
 from llmrecipes.recipe.sections.data_steps import LANGUAGES
 from llmrecipes.recipe.sections.plugins import resolve
+from llmrecipes.recipe.sections.source import AnySource, make_source
 from tests.refusals import has_token, refused
 from tests.unit.data_recipes import STEPS, made_step, recipe
 
@@ -56,7 +57,7 @@ def run(text: str, *steps: dict[str, Any]) -> str | tuple[str, str]:
 VERSIONS = "version 1.8.3.2, Chrome/8.8.4.4, 8.8.8.8 release notes"
 
 
-def with_steps(source: Source, *steps: dict[str, Any]) -> Recipe:
+def with_steps(source: AnySource, *steps: dict[str, Any]) -> Recipe:
     used = recipe(source)
     return used.model_copy(
         update={"data": used.data.model_copy(update={"steps": tuple(made_step(step) for step in steps)})}
@@ -188,7 +189,7 @@ def test_counts_samples_and_fingerprint(tmp_path: Path, monkeypatch: pytest.Monk
     rows += [row.upper() for row in rows[:7]] + [f"short {n}" for n in range(30)] + ["", PROSE.replace("the", "#")]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    source = Source(type="jsonl", path=str(file))
+    source = make_source(type="jsonl", path=str(file))
     steps = ({"type": "gopher", "min_words": 40}, {"type": "personal_data"}, {"type": "duplicates"})
     used = with_steps(source, *steps)
     lines: list[str] = []
@@ -287,7 +288,7 @@ def test_a_limit_that_the_first_steps_have_made_impossible_is_refused() -> None:
 
 def test_a_missing_package_is_named_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmrecipes.data.steps.steps.find_spec", lambda name: None)
-    source = Source(type="text", path=str(tmp_path / "nowhere"))
+    source = make_source(type="text", path=str(tmp_path / "nowhere"))
     with refused("data.steps.0.type") as caught:
         prepare(with_steps(source, {"type": "unicode"}), tmp_path / "data", workers=1)
     assert has_token(str(caught.value), "ftfy") and "llmrecipes[corpora]" in str(caught.value)
@@ -374,7 +375,7 @@ def test_evaluations_by_the_names_of_tasks_groups_and_tags(tmp_path: Path, monke
     assert first("history") == ["", "history", "", ""]
     assert first("exams_all") == ["", "exams_all", "", ""]
     assert first("mine", "both") == ["mine", "both", "", ""]
-    nowhere = Source(type="text", path=str(tmp_path / "nowhere"))
+    nowhere = make_source(type="text", path=str(tmp_path / "nowhere"))
     for name, said in (("away", "org/away"), ("histori", "histori")):
         with refused("data.steps[].tasks") as caught:
             prepare(with_steps(nowhere, {"type": "decontaminate", "tasks": [name]}), tmp_path / "data")
@@ -386,7 +387,7 @@ def test_evaluations_by_the_names_of_tasks_groups_and_tags(tmp_path: Path, monke
 
 
 def test_evaluation_files_are_read_before_anything_else(tmp_path: Path) -> None:
-    nowhere = Source(type="text", path=str(tmp_path / "nowhere"))
+    nowhere = make_source(type="text", path=str(tmp_path / "nowhere"))
     (tmp_path / "bad.jsonl").write_text("{}\n{")
     for name, where in (("missing.txt", "data.steps[].paths"), ("bad.jsonl", f"{tmp_path / 'bad.jsonl'}:2")):
         with refused(where):
@@ -411,7 +412,7 @@ def test_what_evaluations_were_found_is_in_the_manifest_the_report_and_mlflow(tm
     leak = [f"{n} {' '.join(f'other{k}' for k in range(15))}" for n in range(3)]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"text": row}) + "\n" for row in [*rows, *leak]))
-    source = Source(type="jsonl", path=str(file))
+    source = make_source(type="jsonl", path=str(file))
     step = {"type": "decontaminate", "paths": [str(tmp_path / "*.txt")], "ngram_words": 13}
     prepared = prepare(with_steps(source, step), tmp_path / "data", workers=1)
     made = prepared.manifest
@@ -439,7 +440,7 @@ def test_documents_of_which_spans_are_cut_out_are_tokenized_again(
     rows = [f"{text} {shared}" for text in own] + [own[3] + " Added words are few.", f"{shared} Too short."]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     used = with_steps(
-        Source(type="jsonl", path=str(tmp_path / "rows.jsonl")),
+        make_source(type="jsonl", path=str(tmp_path / "rows.jsonl")),
         {"type": "duplicates", "span_sentences": 3, "cut_spans": True, "min_words": 20},
         {"type": "near_duplicates", "threshold": 0.7},
     )
@@ -466,7 +467,7 @@ def test_noise_replaces_words_of_training_documents_only(replacement: str, tmp_p
     for number in range(60):
         words = "".join(f"w{number}x{n}\n" if n % 7 == 0 else f"w{number}x{n} " for n in range(50))
         (folder / f"{number:02d}.txt").write_text(words)
-    source = Source(type="text", path=str(folder))
+    source = make_source(type="text", path=str(folder))
     clean = recipe(source, split=(80.0, 10.0, 10.0))
     steps = (made_step({"type": "noise", "noise_rate": 0.2, "replacement": replacement}),)
     noisy = clean.model_copy(update={"data": clean.data.model_copy(update={"steps": steps})})

@@ -19,7 +19,7 @@ import pytest
 
 from llmrecipes.data.prepare import Prepared, prepare
 from llmrecipes.data.sources import sources, stores
-from llmrecipes.recipe.schema import Source
+from llmrecipes.recipe.sections.source import AnySource, make_source
 from tests.refusals import refused
 from tests.unit.data_recipes import recipe
 
@@ -76,8 +76,8 @@ def corpus(tmp_path: Path) -> Path:
     return root
 
 
-def both(root: str) -> tuple[Source, ...]:
-    return Source(type="jsonl", path=f"{root}/rows/"), Source(type="parquet", path=f"{root}/table.parquet")
+def both(root: str) -> tuple[AnySource, ...]:
+    return make_source(type="jsonl", path=f"{root}/rows/"), make_source(type="parquet", path=f"{root}/table.parquet")
 
 
 def tokens(prepared: Prepared) -> dict[str, str]:
@@ -106,7 +106,7 @@ def test_files_of_a_store_by_folder_name_and_glob(corpus: Path) -> None:
             names = [
                 [
                     (file.name, sources.size_of(file))
-                    for file in sources.files(Source(type="jsonl", path=f"{root}/{path}"))
+                    for file in sources.files(make_source(type="jsonl", path=f"{root}/{path}"))
                 ]
                 for root in (str(corpus), f"http://127.0.0.1:{port}")
             ]
@@ -145,26 +145,26 @@ def test_what_a_store_refuses_is_one_message(corpus: Path, monkeypatch: pytest.M
         root = f"http://127.0.0.1:{port}"
         for path in (f"{root}/none.jsonl", f"{root}/forbidden/"):
             with refused(path):
-                sources.files(Source(type="jsonl", path=path))
+                sources.files(make_source(type="jsonl", path=path))
         with refused("data.sources"):
-            sources.files(Source(type="parquet", path=f"{root}/rows/"))
+            sources.files(make_source(type="parquet", path=f"{root}/rows/"))
         for path in (f"http://me:secret@127.0.0.1:{port}/rows/", f"{root}/rows/?X-Amz-Signature=secret"):
             with refused("data.sources") as caught:
-                sources.files(Source(type="jsonl", path=path))
+                sources.files(make_source(type="jsonl", path=path))
             assert "secret" not in str(caught.value)
     with refused(f"{root}/rows/"):
-        sources.files(Source(type="jsonl", path=f"{root}/rows/"))
+        sources.files(make_source(type="jsonl", path=f"{root}/rows/"))
     with refused("data.sources"):
-        sources.files(Source(type="jsonl", path="nostore://bucket/"))
+        sources.files(make_source(type="jsonl", path="nostore://bucket/"))
     for path in ("ftp://127.0.0.1:1/x/", "zip://x", "hdfs://x/y"):  # these connect, or open, before they are asked
         with refused(path):
-            sources.files(Source(type="jsonl", path=path))
+            sources.files(make_source(type="jsonl", path=path))
     for path in ("reference://x", "dir://x", "jupyter://x", "dbfs://x", "generic://x", "simplecache://x"):
         with refused("data.sources", rule=path.partition("x")[0]):
-            sources.files(Source(type="jsonl", path=path))
+            sources.files(make_source(type="jsonl", path=path))
     if find_spec("gcsfs") is None:
         with refused("data.sources", rule=f"gcsfs=={fsspec.__version__}"):
-            sources.files(Source(type="jsonl", path="gs://bucket/"))
+            sources.files(make_source(type="jsonl", path="gs://bucket/"))
 
 
 @pytest.fixture
@@ -191,12 +191,12 @@ def test_s3(corpus: Path, s3: type, monkeypatch: pytest.MonkeyPatch) -> None:
     for local, remote in zip(both(str(corpus)), both("s3://corpus/web"), strict=True):
         assert list(sources.documents(remote)) == list(sources.documents(local))
     with refused("s3://none/"):
-        sources.files(Source(type="jsonl", path="s3://none/"))
+        sources.files(make_source(type="jsonl", path="s3://none/"))
     for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
         monkeypatch.delenv(f"AWS_{name}")
     s3.clear_instance_cache()  # type: ignore[attr-defined]
     with refused("s3://corpus/"):
-        sources.files(Source(type="jsonl", path="s3://corpus/"))
+        sources.files(make_source(type="jsonl", path="s3://corpus/"))
 
 
 @pytest.mark.rotating

@@ -18,29 +18,30 @@ from llmrecipes.data.prepare import open_prepared, prepare
 from llmrecipes.data.read.dataset import build_set
 from llmrecipes.data.steps.split import SPLITS
 from llmrecipes.data.tokens.tokenizer import EOD
-from llmrecipes.recipe.schema import Recipe, Source, Tokenizer
-from llmrecipes.recipe.sections.source import ValidSource
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.sections.source import AnySource, make_source, make_valid_source
+from llmrecipes.recipe.sections.tokenizer_section import HuggingFaceTokenizer
 from tests.refusals import refused
 from tests.unit.data_recipes import corpus, recipe
 
 
 class _Sets(NamedTuple):
-    source: Source
-    tokenizer: Tokenizer
+    source: AnySource
+    tokenizer: HuggingFaceTokenizer
     ids: list[list[int]]
-    other: Tokenizer
-    text: Source
+    other: HuggingFaceTokenizer
+    text: AnySource
 
 
-def _as_hugging_face(prepared: Prepared, folder: Path) -> Tokenizer:
+def _as_hugging_face(prepared: Prepared, folder: Path) -> HuggingFaceTokenizer:
     from transformers import PreTrainedTokenizerFast
 
     file = str(prepared.path / "tokenizer.json")
     PreTrainedTokenizerFast(tokenizer_file=file, eos_token=EOD).save_pretrained(folder)
-    return Tokenizer(type="huggingface", path=str(folder))
+    return HuggingFaceTokenizer(type="huggingface", path=str(folder))
 
 
-def _write(prefix: Path, every: list[list[list[int]]], dtype: type = np.uint16) -> Source:
+def _write(prefix: Path, every: list[list[list[int]]], dtype: type = np.uint16) -> AnySource:
     """Documents, each of sequences, by megatron-core."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -48,7 +49,7 @@ def _write(prefix: Path, every: list[list[list[int]]], dtype: type = np.uint16) 
     for each in every:
         builder.add_document(np.array([token for part in each for token in part], dtype), [len(part) for part in each])
     builder.finalize(f"{prefix}.idx")
-    return Source(type="megatron", path=str(prefix))
+    return make_source(type="megatron", path=str(prefix))
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> _Sets:
     )
 
 
-def _recipe(made: _Sets, *sources: Source) -> Recipe:
+def _recipe(made: _Sets, *sources: AnySource) -> Recipe:
     return recipe(*sources, split=(80.0, 10.0, 10.0), tokenizer=made.tokenizer)
 
 
@@ -83,7 +84,7 @@ def test_tokens_are_used_where_they_are_and_blended_with_text(made: _Sets, tmp_p
     assert record.linked and record.read == len(made.ids)
     for split in SPLITS:
         link = prepared.path / f"01-{split}.bin"
-        assert link.is_symlink() and link.resolve() == Path(f"{made.source.path}.bin").resolve()
+        assert link.is_symlink() and link.resolve() == Path(f"{made.source.location}.bin").resolve()
     alone = prepare(_recipe(made, made.source), tmp_path / "data", workers=1)
     assert sorted(_ids(alone)) == sorted(made.ids)
     assert all(counts.documents for counts in alone.manifest.sources[0].splits.values())
@@ -198,8 +199,8 @@ def test_another_tokenizer_and_ids_outside_the_vocabulary_are_refused(made: _Set
     assert any("--append-eod" in line for line in lines)
 
 
-def _holding_out(used: Recipe, held: Source) -> Recipe:
-    label = ValidSource(type="megatron", path=held.path, label="own")
+def _holding_out(used: Recipe, held: AnySource) -> Recipe:
+    label = make_valid_source(type="megatron", path=held.location, label="own")
     return used.model_copy(update={"data": used.data.model_copy(update={"valid_sources": (label,)})})
 
 
@@ -255,12 +256,6 @@ def test_a_set_that_changes_later_is_refused(made: _Sets, tmp_path: Path) -> Non
         ),
         ({"valid_sources": [{"type": "megatron", "path": "a.idx", "label": "code"}]}, "data.valid_sources.0.path"),
         ({"sources": [{"type": "megatron", "path": "a.bin"}]}, "data.sources.0.path"),
-        ({"sources": [{"type": "megatron", "path": "a", "fim_rate": 0.5}]}, "data.sources.0.fim_rate"),
-        ({"sources": [{"type": "megatron", "path": "a", "text_key": "body"}]}, "data.sources.0.text_key"),
-        (
-            {"sources": [{"type": "megatron", "path": "a", "label_key": "l", "label_value": "x"}]},
-            "data.sources.0.label_key",
-        ),
         ({"chat": {}}, "data.sources.0.type"),
     ],
 )

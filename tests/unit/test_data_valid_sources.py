@@ -23,8 +23,8 @@ from llmrecipes.data.read.dataset import ConversationDataset, build, build_set, 
 from llmrecipes.data.sources.sources import documents
 from llmrecipes.engine.base import World
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.schema import Recipe, Source
-from llmrecipes.recipe.sections.source import LABEL, ValidSource, source_names
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.sections.source import LABEL, AnySource, make_source, make_valid_source, source_names
 from llmrecipes.tracking.events import EvalMetrics, source_metrics
 from llmrecipes.tracking.jsonl import parse, record
 from llmrecipes.tracking.mlflow.sender import entities
@@ -42,10 +42,10 @@ def rows(file: Path, texts: list[str]) -> str:
     return str(file)
 
 
-def with_sets(source: Source, *sets: dict[str, Any], steps: tuple[dict[str, Any], ...] = ()) -> Recipe:
+def with_sets(source: AnySource, *sets: dict[str, Any], steps: tuple[dict[str, Any], ...] = ()) -> Recipe:
     used = recipe(source)
     update = {
-        "valid_sources": tuple(ValidSource.model_validate(each) for each in sets),
+        "valid_sources": tuple(make_valid_source(**each) for each in sets),
         "steps": tuple(made_step(step) for step in steps),
     }
     return used.model_copy(update={"data": used.data.model_copy(update=update)})
@@ -67,7 +67,7 @@ def made(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Re
         {"type": "jsonl", "path": rows(folder / "equal.jsonl", ["", *texts[80:100]]), "label": "equal"},
         {"type": "jsonl", "path": rows(folder / "near.jsonl", texts[100:140]), "label": "near", "max_tokens": 2000},
     )
-    source = Source(type="jsonl", path=rows(folder / "train.jsonl", training))
+    source = make_source(type="jsonl", path=rows(folder / "train.jsonl", training))
     used = with_sets(source, *sets, steps=({"type": "near_duplicates", "threshold": 0.7},))
     return used, prepare(used, folder / "data", workers=1)
 
@@ -133,7 +133,7 @@ def prepared_content(of: Recipe) -> dict[str, object]:
         ),
         ("gpt-tiny", "[{type: text, path: a, label: x, weight: 2}]", "data.valid_sources.0.weight"),
         ("gpt-tiny", "[{type: text, path: a, label: A/b}]", "data.valid_sources.0.label"),
-        ("gpt-tiny", "[{type: text, label: x}]", "data.valid_sources.0.type"),
+        ("gpt-tiny", "[{type: text, label: x}]", "data.valid_sources.0.path"),
         ("gpt-tiny", "[{type: text, path: a}]", "data.valid_sources.0.label"),
         ("sft-tiny", "[{type: stdlib, label: code}]", "data.valid_sources"),
     ],
@@ -148,7 +148,9 @@ def test_a_set_without_a_sequence_is_refused(content: list[str] | None, where: s
     file = tmp_path / "set.jsonl"
     if content:
         rows(file, content)
-    train = Source(type="jsonl", path=rows(tmp_path / "train.jsonl", [f"{' '.join(WORDS)} {n}" for n in range(40)]))
+    train = make_source(
+        type="jsonl", path=rows(tmp_path / "train.jsonl", [f"{' '.join(WORDS)} {n}" for n in range(40)])
+    )
     with refused(where, rule=() if content else "data.valid_sources[].path"):
         prepare(with_sets(train, {"type": "jsonl", "path": str(file), "label": "x"}), tmp_path / "data", workers=1)
     assert not [path for path in (tmp_path / "data").iterdir() if path.is_dir()]
@@ -251,7 +253,7 @@ def test_loaders_have_the_sets_of_sources(blend: Blend) -> None:
     ],
 )
 def test_a_source_is_named_by_its_path(path: str | None, more: dict[str, Any], name: str) -> None:
-    source = Source.model_validate({"type": "jsonl", "path": path, **more})
+    source = make_source(**{"type": "jsonl", "path": path, **more})
     assert source_names((source,)) == (name,)
     assert re.fullmatch(LABEL, name)
 
@@ -328,8 +330,8 @@ def test_a_column_of_a_set_is_named_by_its_own_key(row: dict[str, Any], key: str
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
     where = {"type": "jsonl", "path": str(tmp_path / "a.jsonl"), "text_key": key}
     for source, name in (
-        (ValidSource.model_validate({**where, "label": "a"}), "data.valid_sources[].text_key"),
-        (Source.model_validate(where), "data.sources[].text_key"),
+        (make_valid_source(**where, label="a"), "data.valid_sources[].text_key"),
+        (make_source(**where), "data.sources[].text_key"),
     ):
         with refused(f"{tmp_path / 'a.jsonl'}:1", rule=name):
             list(documents(source))

@@ -53,6 +53,7 @@ from llmrecipes.hf.family import config_of, family_of
 from llmrecipes.hf.safetensors import write
 from llmrecipes.hf.weights import AsHuggingFace
 from llmrecipes.plan.derive import derive
+from llmrecipes.recipe.sections.tokenizer_section import HuggingFaceTokenizer
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking.events import TASKS_EVALUATED
 from llmrecipes.tracking.progress import Counted
@@ -318,7 +319,6 @@ def test_texts_begin_as_those_of_the_harness_own_model(
 
     from llmrecipes.data.tokens.tokenizer import open_huggingface
     from llmrecipes.evaluation.harness import HarnessModel
-    from llmrecipes.recipe.schema import Tokenizer
 
     backend = lead.tokenizer.backend
     number = backend.get_vocab_size() - 1
@@ -328,7 +328,7 @@ def test_texts_begin_as_those_of_the_harness_own_model(
         tokenizer_object=tokenizers.Tokenizer.from_str(backend.to_str()), bos_token=bos, eos_token=EOD, **keys
     ).save_pretrained(tmp_path / "folder")
     theirs.tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
-    section = Tokenizer(type="huggingface", path=str(tmp_path / "folder"))
+    section = HuggingFaceTokenizer(type="huggingface", path=str(tmp_path / "folder"))
     monkeypatch.setattr(lead, "tokenizer", open_huggingface(section, 1 << 20))
     ours = HarnessModel(lead)
     assert ours.prefix_token_id == theirs.prefix_token_id == number
@@ -978,3 +978,14 @@ def test_a_task_that_fails_is_reported_and_training_goes_on(tmp_path: Path, monk
         assert made.evaluate(4, ended=False, stopping=False)
     (note,) = notes.seen
     assert (note.step, note.alarm, note.details["where"]) == (4, True, "mine")
+
+
+@pytest.mark.parametrize("name", ["stdlib", "text:a.txt", "megatron:a"])
+def test_the_column_of_text_is_for_sources_with_columns(name: str) -> None:
+    source = Texts.parse(name, text_key="body").source
+    assert source is not None and source == Texts.parse(name).source
+    rows = Texts.parse("jsonl:a.jsonl", text_key="body").source
+    assert rows is not None and rows.model_dump()["text_key"] == "body"
+    for wrong in ("docstrings", "docstrings:a", "stdlib:a", "text"):
+        with refused("--data"):
+            Texts.parse(wrong)

@@ -263,7 +263,7 @@ def test_a_run_is_fine_tuned_by_its_name(folder: Path, tuned: Path, capsys: pyte
         out = folder / "again"
         assert run(["finetune", name, *options, "--out", str(out)]) == 0
         made = load(str(out / "again.yaml")).recipe
-        assert made.train.pretrained == made.data.tokenizer.path == str(exported)
+        assert made.train.pretrained == getattr(made.data.tokenizer, "path", "") == str(exported)
         assert (exported / "model.safetensors").read_bytes() == (tuned / "model.safetensors").read_bytes()
         shutil.rmtree(out)
     capsys.readouterr()

@@ -62,7 +62,7 @@ def test_a_recipe_fits_and_is_planned_by_show(
     if "--seq-length" in options:
         assert recipe.model.seq_length == 8192
     if "--data" in options:
-        assert [(source.type, source.path) for source in recipe.data.sources] == [("hub", "a/b"), ("jsonl", "c")]
+        assert [(source.type, source.location) for source in recipe.data.sources] == [("hub", "a/b"), ("jsonl", "c")]
     wanted = 2e12 if "--tokens" in options else 20 * made["parameters"]
     if "--params" in options:
         assert plan["total_tokens"] == pytest.approx(wanted, rel=0.02)
@@ -98,7 +98,7 @@ def test_rows_on_this_machine_have_the_column_of_text(folder: Path, capsys: pyte
     assert run([*words, f"{key}=main_text", "--force", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["no_files"] == ["elsewhere.jsonl"]
     recipe = load("mine.yaml").recipe
-    assert [source.text_key for source in recipe.data.sources] == ["text", "main_text", "text"]
+    assert [source.model_dump()["text_key"] for source in recipe.data.sources] == ["text", "main_text", "text"]
     assert (folder / "mine.yaml").read_text().count("weight: 1.0") == 3  # of the blend, to be changed
 
 

@@ -259,7 +259,7 @@ def test_overrides_win_and_are_read_as_yaml(write: Write) -> None:
     )  # fmt: skip
     recipe = loaded.recipe
     assert (recipe.optimizer.lr, recipe.train.train_iters, recipe.model.ffn_hidden_size) == (1e-3, 7, None)
-    assert [(source.type, source.path) for source in recipe.data.sources] == [("text", "a b.txt"), ("hub", "x")]
+    assert [(source.type, source.location) for source in recipe.data.sources] == [("text", "a b.txt"), ("hub", "x")]
     assert recipe.data.split == (90.0, 5.0, 5.0)
     assert recipe.checkpoint.async_save is False
     assert recipe.tracking.experiment == "a=b"
@@ -311,7 +311,7 @@ def test_a_copied_file_must_be_renamed_inside_too(write: Write) -> None:
 
 
 def test_a_resolved_recipe_reads_back_to_the_same_hash(write: Write, tmp_path: Path) -> None:
-    loaded = write(overrides=("tracking.experiment='3e-4'", "data.sources.0.text_key=yes", "name=small"))
+    loaded = write(overrides=("tracking.experiment='3e-4'", "data.sources.0.label=yes", "name=small"))
     resolved = tmp_path / "recipe.yaml"
     resolved.write_text(to_yaml(loaded.recipe), "utf-8")
     again = load(str(resolved))

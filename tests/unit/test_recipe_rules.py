@@ -108,11 +108,6 @@ def make(**sections: dict[str, Any]) -> Recipe:
             {"parallelism": {"overlap_param_gather": True}},
             "parallelism.overlap_param_gather", "overlap_grad_reduce false", "overlap_grad_reduce true",
         ),
-        ({"data": {"sources": [{"type": "text"}]}}, "data.sources.0.type", "path", "data.sources.0.path"),
-        ({"data": {"sources": [{"type": "stdlib", "path": "x"}]}}, "data.sources.0.path", "stdlib", "text"),
-        ({"data": {"sources": [{"type": "text", "path": "x", "name": "y"}]}}, "data.sources.0.name", "text", "hub"),
-        ({"data": {"tokenizer": {"type": "huggingface"}}}, "data.tokenizer.type", "path", "gpt2"),
-        ({"data": {"tokenizer": {"path": "gpt2"}}}, "data.tokenizer.path", "bpe", "huggingface"),
         (
             {"checkpoint": {"save_interval": 3, "keep_interval": 10}},
             "checkpoint.keep_interval", "10", "9 or 12",
@@ -227,7 +222,7 @@ def test_a_rehearsal_of_an_unusual_recipe_is_valid(sections: Any) -> None:
 
 def test_a_rehearsal_divides_over_ranks_and_keeps_its_local_sources() -> None:
     small = proxy(make(data={"sources": [{"type": "text", "path": "a"}, {"type": "hub", "path": "b"}]}))
-    assert [source.path for source in small.data.sources] == ["a"]
+    assert [source.location for source in small.data.sources] == ["a"]
     assert small.train.global_batch_size % (4 * small.train.micro_batch_size) == 0
     long_name = Recipe.model_validate({**make().model_dump(), "name": "a" * 63})
     assert Recipe.model_validate(proxy(long_name).model_dump()).name.endswith("-smoke")
@@ -258,15 +253,74 @@ def test_the_reference_has_every_key_with_a_meaning() -> None:
         ("optimizer.qk_clip_alpha", 0.3, "qk_clip"),
         ("scheduler.lr_warmup_init", 1e-4, "lr_warmup_iters"),
         ("checkpoint.also_export_interval", 160, "also_export"),
-        ("data.sources.0.label_value", "de", "label_key"),
+        ("data.sources", "[{type: jsonl, path: a, label_value: de}]", "label_key"),
         ("data.steps", "[{type: length, max_characters: 9}, {type: duplicates, min_words: 9}]", "cut_spans"),
     ],
 )
 def test_a_key_that_is_only_used_with_another_one_is_refused_without_it(key: str, value: object, other: str) -> None:
-    place = "data.steps.1.min_words" if key == "data.steps" else key
+    place = {"data.steps": "data.steps.1.min_words", "data.sources": "data.sources.0.label_value"}.get(key, key)
     with refused(place, rule=other) as caught:
         load("gpt-tiny", ["scheduler.lr_warmup_iters=0", f"{key}={value}"])
     assert has_token(caught.value.fix, f"{place.rpartition('.')[0]}.{other}")
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "key", "types"),
+    [
+        ("sources", "[{type: stdlib, path: x}]", "0.path", "text jsonl parquet hub megatron"),
+        ("sources", "[{type: docstrings, path: x}]", "0.path", "text jsonl parquet hub megatron"),
+        ("sources", "[{type: text, path: x, name: y}]", "0.name", "hub"),
+        ("sources", "[{type: text, path: x, text_key: y}]", "0.text_key", "jsonl parquet hub"),
+        ("sources", "[{type: megatron, path: x, text_key: y}]", "0.text_key", "jsonl parquet hub"),
+        ("sources", "[{type: megatron, path: x, fim_rate: 0.5}]", "0.fim_rate", "stdlib machine text jsonl"),
+        ("sources", "[{type: megatron, path: x, label_key: a}]", "0.label_key", "jsonl parquet hub"),
+        ("valid_sources", "[{type: text, path: x, label: a, split: b}]", "0.split", "hub"),
+        ("tokenizer", "{path: gpt2}", "path", "huggingface"),
+        ("tokenizer", "{type: bpe, add_bos_token: true}", "add_bos_token", "huggingface"),
+        ("tokenizer", "{type: huggingface, path: x, pattern: llama3}", "pattern", "bpe"),
+        ("steps", "[{type: html, languages: [en]}]", "0.languages", "language"),
+    ],
+)  # fmt: skip
+def test_a_key_of_another_type_is_refused_with_the_types_that_have_it(
+    section: str, values: str, key: str, types: str
+) -> None:
+    with refused(f"data.{section}.{key}") as caught:
+        load("gpt-tiny", [f"data.{section}={values}"])
+    error = (*caught.value.parts, caught.value)[0]
+    having = error.rule.partition(";")[0]
+    assert all(has_token(having, kind) for kind in types.split())
+    # A type to change to is named where only one has the key.
+    assert has_token(error.fix, types) == (" " not in types)
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "key", "fix"),
+    [
+        ("sources", "[{type: text}]", "0.path", ""),
+        ("sources", "[{type: hub, path: ''}]", "0.path", ""),
+        ("tokenizer", "{type: huggingface}", "path", ""),
+        ("steps", "[{typ: html}]", "0.typ", "data.steps.0.type"),
+        ("steps", "[{type: length, min_charactres: 3}]", "0.min_charactres", "data.steps.0.min_characters"),
+        ("steps", "[{type: c4, min_sentence: 3}]", "0.min_sentence", "data.steps.0.min_sentences"),
+        ("sources", "[{type: jsonl, pth: a}]", "0.pth", "data.sources.0.path"),
+    ],
+)
+def test_a_missing_or_misspelt_key_of_a_type_is_named(section: str, values: str, key: str, fix: str) -> None:
+    with refused(f"data.{section}.{key}") as caught:
+        load("gpt-tiny", [f"data.{section}={values}"])
+    assert fix in caught.value.fix
+
+
+def test_a_recorded_section_has_the_keys_of_all_types() -> None:
+    """As recorded before each type had only its own keys, so that hashes stay the same and old files are read."""
+    data = Recipe.model_validate(load("gpt-tiny").recipe.model_dump(mode="json")).data
+    assert data.sources[0].model_dump() == {
+        "type": "stdlib", "path": None, "name": None, "split": None, "revision": None, "text_key": "text",
+        "label_key": None, "label_value": None, "label": None, "weight": 1.0, "max_tokens": None, "fim_rate": 0.0,
+    }  # fmt: skip
+    assert data.tokenizer.model_dump() == {
+        "type": "bpe", "path": None, "revision": None, "pattern": "words", "add_bos_token": None,
+    }  # fmt: skip
 
 
 def test_the_other_key_is_one_of_the_same_section() -> None:

@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +37,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.recipe.derived.batch_schedule import samples_of
 from llmrecipes.recipe.derived.stages import span_of
 from llmrecipes.recipe.schema import Recipe, Source
-from llmrecipes.recipe.sections.data_steps import DuplicatesStep
+from llmrecipes.recipe.sections.data_steps import DuplicatesStep, StepSection
 from llmrecipes.recipe.sections.plugins import DataStep, declared, resolve
 
 logger = logging.getLogger(__name__)
@@ -144,54 +144,42 @@ class Prepared:
 
 
 def content(recipe: Recipe) -> dict[str, object]:
-    """The part of a recipe that tokens depend on: the section data without `NOT_IN_TOKENS`, and the vocabulary."""
+    """The part of a recipe that tokens depend on: the section data without `NOT_IN_TOKENS`, and the vocabulary.
+
+    Data prepared before a key existed keeps its fingerprint: keys are left out where they change nothing.
+    """
     data = recipe.data.model_dump(mode="json", exclude=NOT_IN_TOKENS)
-    for source in data["sources"]:
-        if source["max_tokens"] is None:
-            del source["max_tokens"]  # data prepared before this key existed keeps its fingerprint
-    for source in (*data["sources"], *data["valid_sources"]):
-        if not source["fim_rate"]:
-            del source["fim_rate"]  # likewise
-        if source["label_key"] is None:
-            del source["label_key"], source["label_value"]  # likewise
+    data["sources"] = [_without(each, max_tokens=None, **_PLAIN_SOURCE) for each in data["sources"]]
+    data["valid_sources"] = [_without(each, weight=1.0, **_PLAIN_SOURCE) for each in data["valid_sources"]]
+    data["tokenizer"] = _without(data["tokenizer"], pattern="words", add_bos_token=None)
+    data["steps"] = [_step_content(step) for step in recipe.data.steps if not step.does.weighs]
+    if recipe.data.chat is not None:
+        data["chat"] = _without(data["chat"], template=None, preference=None) | {"max_length": max_length(recipe)}
     if not infills(recipe.data):
-        del data["fim"]  # likewise
-    if recipe.data.tokenizer.pattern == "words":
-        del data["tokenizer"]["pattern"]  # likewise
-    if recipe.data.tokenizer.add_bos_token is None:
-        del data["tokenizer"]["add_bos_token"]  # likewise
-    if not recipe.data.max_unreadable:
-        del data["max_unreadable"]  # likewise
-    chosen = selected(recipe.data)
-    for name in declared(type(recipe.data), DataStep):
-        if name not in chosen:
-            del data[name]  # likewise before this step existed
-    if steps := [step for step in recipe.data.steps if not step.does.weighs]:
-        data["steps"] = [{"type": step.type, **step.settings, **_revision(step.does)} for step in steps]
-        for each in data["steps"]:
-            if each.get("cut_spans") is False:
-                del each["cut_spans"], each["min_words"]  # likewise
-            if each.get("tasks", 0) is None:
-                del each["tasks"]  # likewise
-    else:
-        del data["steps"]
+        del data["fim"]
+    for name in declared(type(recipe.data), DataStep).keys() - selected(recipe.data).keys():
+        del data[name]
+    data = _without(data, max_unreadable=0.0, chat=None, valid_sources=[], steps=[])
     if recipe.data.valid_sources:
-        for source in data["valid_sources"]:
-            del source["weight"]
         data |= _revision(DuplicatesStep.does)
-    else:
-        del data["valid_sources"]  # likewise before this key existed
-    if recipe.data.chat is None:
-        del data["chat"]  # likewise before conversations
-    else:
-        data["chat"]["max_length"] = max_length(recipe)
-        if recipe.data.chat.template is None:
-            del data["chat"]["template"]  # likewise before named templates
-        if recipe.data.chat.preference is None:
-            del data["chat"]["preference"]  # likewise before pairs
     if has_scores(recipe):
         data["scores"] = "compression_ratio"
     return {**data, "vocab_size": recipe.model.vocab_size}
+
+
+_PLAIN_SOURCE = {"fim_rate": 0.0, "label_key": None, "label_value": None}
+
+
+def _without(values: Mapping[str, Any], **plain: object) -> dict[str, Any]:
+    """Values without those that are equal to the plain ones."""
+    return {key: value for key, value in values.items() if key not in plain or value != plain[key]}
+
+
+def _step_content(step: StepSection) -> dict[str, object]:
+    settings = _without(step.settings, cut_spans=False, tasks=None)
+    if isinstance(step, DuplicatesStep) and not step.cut_spans:
+        del settings["min_words"]
+    return {"type": step.type, **settings, **_revision(step.does)}
 
 
 def _revision(step: DataStep) -> dict[str, int]:

@@ -34,7 +34,7 @@ from llmrecipes.data.steps.steps import DUPLICATES, EMPTY, VALID_SOURCES, Docume
 from llmrecipes.data.tokens.tokenizer import TextTokenizer, read
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Source
-from llmrecipes.recipe.sections.source import ValidSource
+from llmrecipes.recipe.sections.source import AnyValidSource, make_valid_source
 from llmrecipes.units import GIB
 from llmrecipes.untrusted import open_file
 
@@ -374,7 +374,7 @@ def write_set(
     return tally, {split: part.counts for split, part in written.items()}, in_place and bool(linked)
 
 
-def documents(source: ValidSource, spec: EncoderSpec) -> Iterator[tuple[np.ndarray, bytes, int]]:
+def documents(source: AnyValidSource, spec: EncoderSpec) -> Iterator[tuple[np.ndarray, bytes, int]]:
     """The documents of a held-out set: ids of the folder's type, their hash, and bytes of the decoded text.
 
     Raises:
@@ -393,7 +393,7 @@ def _held_out(spec: EncoderSpec) -> dict[bytes, str]:
     """Labels of the held-out sets of tokens, by the hashes of all of their documents."""
     settings = next((value for name, _, value in spec.steps.steps if name == VALID_SOURCES), '{"sets": []}')
     labels = dict[bytes, str]()
-    for source in map(ValidSource.model_validate, json.loads(settings)["sets"]):
+    for source in (make_valid_source(**set_) for set_ in json.loads(settings)["sets"]):
         if source.tokenized:
             token_set = open_set(source)
             for _, ids in token_set.read(0, token_set.documents):

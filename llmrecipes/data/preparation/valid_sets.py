@@ -17,9 +17,9 @@ from llmrecipes.data.steps.copies import Duplicates, NearDuplicates
 from llmrecipes.data.steps.split import digest
 from llmrecipes.data.steps.steps import Step
 from llmrecipes.data.tokens.encode import Encode, encoder
-from llmrecipes.data.tokens.infilling import cut, encode_cut
+from llmrecipes.data.tokens.infilling import cut, encode_cut, fim_rate
 from llmrecipes.errors import UserError
-from llmrecipes.recipe.sections.source import ValidSource
+from llmrecipes.recipe.sections.source import AnyValidSource, make_valid_source
 
 _BATCH = 256  # documents that are tokenized at once
 
@@ -38,7 +38,7 @@ def excluding(sets: list[dict[str, Any]], near: dict[str, Any] | None) -> Step:
     labels: dict[bytes, str] = {}
     copies = {set_["label"]: NearDuplicates(**near) for set_ in sets} if near else {}
     for set_ in sets:
-        source = ValidSource.model_validate(set_)
+        source = make_valid_source(**set_)
         for text in () if source.tokenized else _texts(source):
             labels.setdefault(equal.mark(text), set_["label"])
             if near:
@@ -56,7 +56,7 @@ def excluding(sets: list[dict[str, Any]], near: dict[str, Any] | None) -> Step:
     return step
 
 
-def write_sets(folder: Path, sets: tuple[ValidSource, ...], spec: EncoderSpec, seq_length: int) -> dict[str, Counts]:
+def write_sets(folder: Path, sets: tuple[AnyValidSource, ...], spec: EncoderSpec, seq_length: int) -> dict[str, Counts]:
     """Tokenize the sets, in this process; documents stay as they are. Sets of tokens are copied.
 
     Args:
@@ -106,12 +106,12 @@ def write_sets(folder: Path, sets: tuple[ValidSource, ...], spec: EncoderSpec, s
     return written
 
 
-def _encoded(source: ValidSource, spec: EncoderSpec, encode: Encode) -> Iterator[tuple[np.ndarray, bytes, int]]:
+def _encoded(source: AnyValidSource, spec: EncoderSpec, encode: Encode) -> Iterator[tuple[np.ndarray, bytes, int]]:
     """The documents of a set of texts: ids, hash of the text, and its bytes."""
     fim = spec.fim
     for batch in _batches(_texts(source)):
-        if fim is not None and source.fim_rate:
-            cuts = [cut(len(t.decode()), digest(t), source.fim_rate, fim.spm_rate, fim.seed) for t in batch]
+        if fim is not None and (rate := fim_rate(source)):
+            cuts = [cut(len(t.decode()), digest(t), rate, fim.spm_rate, fim.seed) for t in batch]
             encoded = encode_cut(batch, cuts, fim.ids, encode, len(spec.prefix))
         else:
             encoded = encode(batch)
@@ -127,7 +127,7 @@ def bits_per_byte(loss: float, counts: Counts) -> float:
     return loss / math.log(2) * counts.tokens / counts.bytes
 
 
-def _texts(source: ValidSource) -> Iterator[str]:
+def _texts(source: AnyValidSource) -> Iterator[str]:
     for text in sources.documents(source):
         if text and not text.isspace():
             yield text

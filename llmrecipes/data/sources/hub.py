@@ -14,7 +14,7 @@ from typing import Any
 from llmrecipes.data.sources.rows import Rows, section
 from llmrecipes.data.sources.stores import StoreFile, is_final, patiently
 from llmrecipes.errors import UserError
-from llmrecipes.recipe.schema import Source
+from llmrecipes.recipe.sections.source import HubSource
 
 _ROWS = 1000
 _LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".jsonl.xz", ".jsonl.bz2", ".json.gz", ".json.zst")
@@ -22,12 +22,12 @@ _LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".jsonl.xz", ".jsonl.bz2", ".json
 _FIX = "check path, name, split and revision, and that this machine reaches the Hub (HF_ENDPOINT)"
 
 
-def split_of(source: Source) -> str:
+def split_of(source: HubSource) -> str:
     """The split that is read."""
     return source.split or "train"
 
 
-def data_files(source: Source) -> list[Path | StoreFile]:
+def data_files(source: HubSource) -> list[Path | StoreFile]:
     """The files of a dataset's split, in the order of the dataset; none if it cannot be read by files.
 
     A process asks once: the commit is the same for all its files.
@@ -35,8 +35,6 @@ def data_files(source: Source) -> list[Path | StoreFile]:
     Raises:
         UserError: no such dataset, configuration or split, or the Hub has not answered for `stores.PATIENCE_SECONDS`.
     """
-    if source.path is None:
-        return []
     try:
         return list(_data_files(source.path, source.name, split_of(source), source.revision))
     except UserError as error:
@@ -79,7 +77,7 @@ def _is_final(error: Exception) -> bool:
     return is_final(error) or not (answered or network)
 
 
-def rows(source: Source, of: Rows) -> Iterator[str | None]:
+def rows(source: HubSource, of: Rows) -> Iterator[str | None]:
     """The documents of a dataset that is not read by files.
 
     Raises:
@@ -87,7 +85,7 @@ def rows(source: Source, of: Rows) -> Iterator[str | None]:
     """
     import datasets
 
-    path, row = str(source.path), 0
+    path, row = source.path, 0
     try:
         dataset: Any = datasets.load_dataset(
             path,

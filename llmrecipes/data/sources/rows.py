@@ -12,7 +12,7 @@ from llmrecipes.data.sources.judged import Form, form_of
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Chat, Source
 from llmrecipes.recipe.sections.preference_section import Preference
-from llmrecipes.recipe.sections.source import ValidSource
+from llmrecipes.recipe.sections.source import RowSource, ValidSource
 
 Turns = list[dict[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -67,7 +67,7 @@ class Rows(Protocol):
         """
 
 
-def rows_of(source: Source, chat: Chat | None) -> Rows:
+def rows_of(source: RowSource, chat: Chat | None) -> Rows:
     """How rows of a source are read."""
     if chat is not None and chat.preference is not None:
         return PairRows(source, chat, chat.preference)
@@ -77,7 +77,7 @@ def rows_of(source: Source, chat: Chat | None) -> Rows:
 class Labelled:
     """Rows of which those with a label are read, if the source has one."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: RowSource) -> None:
         self._section = section(source)
         self._label_key, self._label = source.label_key, source.label_value
 
@@ -96,7 +96,7 @@ class Labelled:
 
 
 class _Text(Labelled):
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: RowSource) -> None:
         super().__init__(source)
         self._key, self._setting = source.text_key, f"{self._section}[].text_key"
 
@@ -113,7 +113,7 @@ class _Text(Labelled):
 
 
 class _Conversations(Labelled):
-    def __init__(self, source: Source, chat: Chat) -> None:
+    def __init__(self, source: RowSource, chat: Chat) -> None:
         super().__init__(source)
         self._messages = chat.messages_key
         self._pair = [chat.prompt_key, chat.completion_key]
@@ -350,7 +350,7 @@ def _not_json(what: str, where: str) -> UserError:
 class PairRows(Labelled):
     """How rows of pairs are read: implements `sources.Rows`."""
 
-    def __init__(self, source: Source, chat: Chat, preference: Preference) -> None:
+    def __init__(self, source: RowSource, chat: Chat, preference: Preference) -> None:
         super().__init__(source)
         self._keys = (chat.prompt_key, preference.chosen_key, preference.rejected_key)
         self._form: Form | None = None

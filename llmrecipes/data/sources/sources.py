@@ -36,7 +36,8 @@ from llmrecipes.data.sources.rows import Rows, conversation, pair, rows_of, sect
 from llmrecipes.data.sources.stores import find, is_url
 from llmrecipes.data.steps.steps import Unreadable
 from llmrecipes.errors import UserError
-from llmrecipes.recipe.schema import EMBEDDED, Chat, Source
+from llmrecipes.recipe.schema import Chat, Source
+from llmrecipes.recipe.sections.source import HubSource, ParquetSource, PathSource, RowSource
 
 BYTES_PER_TOKEN = 4.5
 """Of English text in vocabularies of 50,000 to 130,000 tokens; the embedded code has 3.4 in one of 4,096."""
@@ -63,8 +64,10 @@ class Listing:
 
 def label(source: Source) -> str:
     """Name of a source in messages."""
-    rows = f" [{source.label_key}={source.label_value}]" if source.label_key else ""
-    return (source.type if source.path is None else f"{source.type} {source.path}") + rows
+    name = f"{source.type} {source.location}".rstrip()
+    if isinstance(source, RowSource) and source.label_key:
+        return f"{name} [{source.label_key}={source.label_value}]"
+    return name
 
 
 def files(source: Source) -> list[SourceFile]:
@@ -74,17 +77,18 @@ def files(source: Source) -> list[SourceFile]:
     Raises:
         UserError: there are no files.
     """
-    if source.type == "hub":
+    if isinstance(source, HubSource):
         return hub.data_files(source)
     paths: list[SourceFile] = []
-    if source.tokenized:
-        both = [Path(f"{_path(source)}{suffix}").expanduser() for suffix in (".bin", ".idx")]
-        paths += [file for file in both if file.exists()]
-        paths = paths if len(paths) == 2 else []
+    if not isinstance(source, PathSource):
+        paths += machine_files() if source.type == "machine" else _stdlib()
+    elif source.tokenized:
+        both = [Path(f"{source.path}{suffix}").expanduser() for suffix in (".bin", ".idx")]
+        paths += both if all(file.exists() for file in both) else []
     elif in_store(source):
-        paths += find(_path(source), _SUFFIXES.get(source.type, ("",)), section(source))
+        paths += find(source.path, _SUFFIXES.get(source.type, ("",)), section(source))
     else:
-        paths += _on_this_machine(source.type) if source.type in EMBEDDED else _match(source)[0]
+        paths += _match(source)[0]
     if not paths:
         raise UserError(
             f"no files in source {label(source)!r}",
@@ -97,12 +101,12 @@ def files(source: Source) -> list[SourceFile]:
 
 def by_file(source: Source) -> bool:
     """Whether its documents are those of its files, one after the other; for a dataset of the Hub, that is asked."""
-    return source.type in BY_FILE or (source.type == "hub" and bool(hub.data_files(source)))
+    return source.type in BY_FILE or (isinstance(source, HubSource) and bool(hub.data_files(source)))
 
 
 def in_store(source: Source) -> bool:
     """Whether its files are in a store or on the Hub, which may be slow or away."""
-    return source.type == "hub" or (source.type in BY_FILE and source.path is not None and is_url(source.path))
+    return source.type == "hub" or (source.type in BY_FILE and is_url(source.location))
 
 
 def listing(source: Source) -> Listing | None:
@@ -130,16 +134,16 @@ def text_bytes(source: Source, bytes_per_token: float | None = None) -> float | 
         without `max_tokens`; Parquet without its column of text, or unreadable.
     """
     limit = None if source.max_tokens is None else source.max_tokens * (bytes_per_token or BYTES_PER_TOKEN)
-    if in_store(source) or source.tokenized:
+    if in_store(source) or source.tokenized or (isinstance(source, RowSource) and source.label_key):
         return limit
     try:
         paths = files(source)
     except UserError:
         return limit
-    if not paths or source.label_key or any(path.suffix in _COMPRESSED for path in paths):
+    if not paths or any(path.suffix in _COMPRESSED for path in paths):
         return limit
     size = float(sum(map(size_of, paths)))
-    if source.type == "parquet":
+    if isinstance(source, ParquetSource):
         share = _text_share(paths[:_ASKED], source.text_key)
         if share is None:
             return limit
@@ -202,11 +206,11 @@ class _Watched:
 
 def unread(source: Source, chat: Chat | None) -> list[str]:
     """Columns of the first row of conversations that are not read; one of them may be part of what is said."""
-    if chat is None or source.type not in ("jsonl", "parquet", "hub"):
+    if chat is None or not isinstance(source, RowSource):
         return []
     of = _Watched(rows_of(source, chat))
     try:
-        if source.type == "hub" and not by_file(source):
+        if isinstance(source, HubSource) and not by_file(source):
             next(hub.rows(source, of), None)
         else:
             part = FilePart(files(source)[0])
@@ -259,8 +263,8 @@ def documents(
             rule="this command reads text, and a source of type megatron has none",
             fix="use a source of text, or a split of prepared data",
         )
-    of = rows_of(source, chat)
-    if source.type == "hub" and not by_file(source):
+    of = rows_of(source, chat) if isinstance(source, RowSource) else None
+    if of is not None and isinstance(source, HubSource) and not by_file(source):
         yield from hub.rows(source, of)
         return
     if source.type == "docstrings":
@@ -291,9 +295,9 @@ def _reader(kind: str, part: FilePart) -> _Reader | None:
     return {"jsonl": _jsonl, "parquet": _parquet}.get(kind)
 
 
-def _of_part(part: FilePart, read: _Reader | None, of: Rows) -> Iterator[str | None]:
+def _of_part(part: FilePart, read: _Reader | None, of: Rows | None) -> Iterator[str | None]:
     try:
-        if read is None:
+        if read is None or of is None:
             with part.open() as stream:
                 data = stream.read(MOST_BYTES + 1)
             if len(data) > MOST_BYTES:
@@ -309,25 +313,14 @@ def _stdlib_root() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 
-def _on_this_machine(kind: str) -> list[Path]:
-    return machine_files() if kind == "machine" else _stdlib()
-
-
 def _stdlib() -> list[Path]:
     root = _stdlib_root()
     outside = {"site-packages", "dist-packages"}
     return sorted(f for f in root.rglob("*.py") if outside.isdisjoint(f.relative_to(root).parts) and f.is_file())
 
 
-def _path(source: Source) -> str:
-    if source.path is None:
-        where = section(source)
-        raise UserError(f"source of type {source.type} has no path", where=where, fix=f"set {where}[].path")
-    return source.path
-
-
-def _match(source: Source) -> tuple[list[Path], LeftOut]:
-    path = Path(_path(source)).expanduser()
+def _match(source: PathSource) -> tuple[list[Path], LeftOut]:
+    path = Path(source.path).expanduser()
     if path.is_file():
         return [path], {}
     return in_folder(path, _SUFFIXES.get(source.type, ("",))) if path.is_dir() else of_pattern(path)
@@ -335,7 +328,7 @@ def _match(source: Source) -> tuple[list[Path], LeftOut]:
 
 def left_out(source: Source) -> str:
     """What of a source's folder or pattern is not read, by number and an example; empty if nothing is."""
-    if source.type not in BY_FILE or source.type in EMBEDDED or source.tokenized or source.path is None:
+    if source.type not in BY_FILE or not isinstance(source, PathSource):
         return ""
     if not in_store(source):
         return described(_match(source)[1])
@@ -347,7 +340,7 @@ def left_out(source: Source) -> str:
 
 
 def _looked_for(source: Source) -> str:
-    if source.type in EMBEDDED:
+    if not isinstance(source, PathSource):
         return "this Python has no standard library source on disk; use a source of type text, jsonl or parquet"
     if source.tokenized:
         return f"{section(source)}[].path is the path of a .bin and its .idx, without suffix; looked in {Path.cwd()}"

@@ -23,6 +23,7 @@ import numpy as np
 from llmrecipes.data.tokens.encode import Encode, Encoded
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Data
+from llmrecipes.recipe.sections.source import Source, TextSource
 
 if TYPE_CHECKING:
     import tokenizers
@@ -52,7 +53,12 @@ class FimSpec:
 
 def infills(data: Data) -> bool:
     """Whether any document of a recipe is rearranged."""
-    return any(source.fim_rate for source in (*data.sources, *data.valid_sources))
+    return any(map(fim_rate, (*data.sources, *data.valid_sources)))
+
+
+def fim_rate(source: Source) -> float:
+    """Fraction of a source's documents that is rearranged."""
+    return source.fim_rate if isinstance(source, TextSource) else 0.0
 
 
 def token_texts(data: Data) -> dict[str, str]:
@@ -65,7 +71,7 @@ def fim_spec(data: Data, ids: Mapping[str, int]) -> FimSpec | None:
     if not ids:
         return None
     prefix, middle, suffix = (ids[part] for part in PARTS)
-    rates = tuple(source.fim_rate for source in data.sources)
+    rates = tuple(map(fim_rate, data.sources))
     return FimSpec(rates, data.fim.spm_rate, data.fim.seed, (prefix, middle, suffix))
 
 
@@ -79,8 +85,9 @@ def require_tokens(backend: tokenizers.Tokenizer, data: Data) -> dict[str, int]:
     wanted = token_texts(data)
     if missing := [part for part in wanted if wanted[part] not in added]:
         similar = [text for text in added if any(part in text.lower() for part in ("fim", "pre>", "suf", "mid"))]
+        name = data.tokenizer.path if data.tokenizer.type == "huggingface" else data.tokenizer.type
         raise UserError(
-            f"tokenizer {data.tokenizer.path!r} has no special token {wanted[missing[0]]!r}",
+            f"tokenizer {name!r} has no special token {wanted[missing[0]]!r}",
             where=f"data.fim.{missing[0]}_token",
             rule="fill-in-the-middle tokens must be special tokens of the tokenizer",
             fix=f"use those that it has, such as {', '.join(similar)}"

@@ -19,7 +19,8 @@ from llmrecipes.data.folder.prepared import TOKENIZER, Prepared
 from llmrecipes.data.tokens.chat import Template
 from llmrecipes.data.tokens.encode import load
 from llmrecipes.errors import UserError
-from llmrecipes.recipe.schema import Recipe, Tokenizer
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.sections.tokenizer_section import HuggingFaceTokenizer
 
 if TYPE_CHECKING:
     from llmrecipes.recipe.schema import Chat
@@ -195,11 +196,12 @@ def of_recipe(recipe: Recipe) -> Template:
         source = read(Path(chat.chat_template))
         origin = chat.chat_template
     if source is None:
+        named = tokenizer.existing(section)
         raise UserError(
-            f"tokenizer {section.path!r} has no chat template",
+            f"tokenizer {named.path!r} has no chat template",
             where="data.chat.chat_template",
             rule="a chat template turns messages into text; tokenizers of base models usually have none",
-            fix=f"data.chat.template={_fitting(section)}; or data.chat.chat_template=FILE.jinja, for example the one of"
+            fix=f"data.chat.template={_fitting(named)}; or data.chat.chat_template=FILE.jinja, for example the one of"
             " the model's instruction-tuned version",
         )
     template = Template(source, origin, tuple(sorted(special.items())))
@@ -207,7 +209,7 @@ def of_recipe(recipe: Recipe) -> Template:
     return template
 
 
-def fitting(section: Tokenizer) -> list[str]:
+def fitting(section: HuggingFaceTokenizer) -> list[str]:
     """Names of the built-in templates whose special tokens a Hugging Face tokenizer has."""
     from llmrecipes.data.tokens.tokenizer import huggingface_special
 
@@ -215,11 +217,11 @@ def fitting(section: Tokenizer) -> list[str]:
     return [name for name, marked in TEMPLATES.items() if has.issuperset(marked.special)]
 
 
-def _fitting(section: Tokenizer) -> str:
+def _fitting(section: HuggingFaceTokenizer) -> str:
     return "|".join(fitting(section)) or "NAME with a tokenizer that has its special tokens"
 
 
-def _require_special(section: Tokenizer, name: str) -> None:
+def _require_special(section: HuggingFaceTokenizer, name: str) -> None:
     from llmrecipes.data.tokens.tokenizer import huggingface_special
 
     has = huggingface_special(section)

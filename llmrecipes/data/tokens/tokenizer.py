@@ -14,7 +14,7 @@ import tokenizers
 from llmrecipes import untrusted
 from llmrecipes.data.tokens.encode import LLAMA3, WORDS, load
 from llmrecipes.errors import UserError
-from llmrecipes.recipe.schema import Tokenizer as Section
+from llmrecipes.recipe.sections.tokenizer_section import AnyTokenizer, HuggingFaceTokenizer
 
 EOD = "<|endoftext|>"
 _BYTES = 256
@@ -173,7 +173,7 @@ def train(
     return backend, len(special) - 1 if more_special else 0  # special tokens come first
 
 
-def load_huggingface(section: Section, vocab_size: int) -> tuple[tokenizers.Tokenizer, int]:
+def load_huggingface(section: AnyTokenizer, vocab_size: int) -> tuple[tokenizers.Tokenizer, int]:
     """Load an existing Hugging Face tokenizer by name or folder.
 
     Returns:
@@ -183,6 +183,7 @@ def load_huggingface(section: Section, vocab_size: int) -> tuple[tokenizers.Toke
         UserError: not found or not reachable, no end-of-text token, more ids than `vocab_size`.
     """
     where = "data.tokenizer"
+    section = existing(section)
     loaded = _huggingface(section)
     backend = load(loaded.backend_tokenizer.to_str(), special_as_text=False)
     eod = loaded.eos_token_id if loaded.eos_token_id is not None else backend.token_to_id(EOD)
@@ -203,18 +204,19 @@ def load_huggingface(section: Section, vocab_size: int) -> tuple[tokenizers.Toke
     return backend, int(eod)
 
 
-def open_huggingface(section: Section, vocab_size: int) -> TextTokenizer:
+def open_huggingface(section: AnyTokenizer, vocab_size: int) -> TextTokenizer:
     """The tokenizer in the folder of a model, with what transformers puts before and behind a text.
 
     Raises:
         UserError: see `load_huggingface`.
     """
+    section = existing(section)
     backend, eod = load_huggingface(section, vocab_size)
     prefix, suffix = added_ids(backend)
     return TextTokenizer(backend, eod, "", prefix, suffix, _huggingface(section).bos_token_id)
 
 
-def prefix_of(section: Section, backend: tokenizers.Tokenizer, eod: int) -> tuple[int, ...]:
+def prefix_of(section: AnyTokenizer, backend: tokenizers.Tokenizer, eod: int) -> tuple[int, ...]:
     """Ids that documents and prompts of text begin with, by `data.tokenizer.add_bos_token`.
 
     Unset, they are those that transformers puts before a text, unless that is the token that ends documents: it stands
@@ -248,7 +250,7 @@ def added_ids(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int
     return tuple(both.ids[:before]), tuple(both.ids[before + len(text) :])
 
 
-def huggingface_template(section: Section) -> tuple[str | None, dict[str, str]]:
+def huggingface_template(section: HuggingFaceTokenizer) -> tuple[str | None, dict[str, str]]:
     """A Hugging Face tokenizer's chat template, if it has one, and its special tokens by name.
 
     Raises:
@@ -261,7 +263,7 @@ def huggingface_template(section: Section) -> tuple[str | None, dict[str, str]]:
     return template, {name: token for name, token in loaded.special_tokens_map.items() if isinstance(token, str)}
 
 
-def huggingface_special(section: Section) -> set[str]:
+def huggingface_special(section: HuggingFaceTokenizer) -> set[str]:
     """Texts of a Hugging Face tokenizer's special tokens.
 
     Raises:
@@ -271,7 +273,7 @@ def huggingface_special(section: Section) -> set[str]:
     return {token.content for token in added if token.special}
 
 
-def require_bounded(section: Section) -> None:
+def require_bounded(section: HuggingFaceTokenizer) -> None:
     """Check the tokenizer of a folder, or of the Hub, before it is loaded in this process.
 
     Its files could block, and its regular expressions take exponential time: they are tried on texts on which such ones
@@ -282,8 +284,6 @@ def require_bounded(section: Section) -> None:
     """
     import transformers
 
-    if section.path is None:
-        return
     folder = Path(section.path)
     if folder.is_dir():
         for file in sorted(folder.iterdir()):
@@ -306,13 +306,23 @@ def require_bounded(section: Section) -> None:
     )
 
 
+def existing(section: AnyTokenizer) -> HuggingFaceTokenizer:
+    """The tokenizer of a recipe, which must not be one that is trained; UserError if it is."""
+    if section.type != "huggingface":
+        raise UserError(
+            f"a tokenizer of type {section.type} is trained on data",
+            where="data.tokenizer",
+            rule="an existing tokenizer is needed",
+            fix="data.tokenizer.type=huggingface data.tokenizer.path=FOLDER",
+        )
+    return section
+
+
 @cache
-def _huggingface(section: Section) -> Any:
+def _huggingface(section: HuggingFaceTokenizer) -> Any:
     from transformers import AutoTokenizer
 
     where = "data.tokenizer"
-    if section.path is None:
-        raise UserError("a tokenizer of type huggingface has no path", where=where, fix="set data.tokenizer.path")
     require_bounded(section)
     try:
         loaded = AutoTokenizer.from_pretrained(

@@ -59,5 +59,5 @@ def of_data(data: Data) -> Iterator[Need]:
         if isinstance(step, DecontaminateStep) and step.tasks:
             yield Need(f"data.steps.{number}.tasks", HARNESS, "eval")
     for number, source in enumerate(data.sources):
-        if (source.path or "").startswith("s3://"):
+        if source.location.startswith("s3://"):
             yield Need(f"data.sources.{number}.path", "s3fs", "corpora")

@@ -34,9 +34,9 @@ def explain(error: ValidationError, lines: Mapping[str, int], document: type[Bas
     """
     errors = [_at_type(details) for details in error.errors(include_url=False, include_context=False)]
     known = keys(document)
-    unknown = [_place(details, known) for details in errors if details["type"] == "extra_forbidden"]
+    unknown = {_place(details, known): details for details in errors if details["type"] == "extra_forbidden"}
     first = sorted(unknown, key=lambda key: lines.get(key, 0))[:MAX_SHOWN]
-    hints = {key: _unknown(key, document) for key in first}
+    hints = {key: _unknown(key, _own_keys(key, unknown[key], known), document) for key in first}
     problems = [_problem(details, document, hints) for details in errors]
     around = {parent for problem in problems for parent in _parents(problem.key)}
     meant = {key for hint in hints.values() for key in hint.keys}
@@ -66,13 +66,16 @@ def _follows(key: str, details: ErrorDetails, around: set[str], meant: set[str])
 
 
 def _at_type(details: ErrorDetails) -> ErrorDetails:
-    """A section without a type, or of an unknown one, as an error of its key `type`."""
+    """A section without a type, or of an unknown one, as an error of its key `type`, or of a key that stands for it."""
     if not details["type"].startswith("union_tag_"):
         return details
     section = details["input"]
-    loc = (*details["loc"], "type")
-    kind = "literal_error" if "type" in section else "missing"
-    return {**details, "type": kind, "loc": loc, "input": section.get("type", section)}
+    if "type" in section:
+        return {**details, "type": "literal_error", "loc": (*details["loc"], "type"), "input": section["type"]}
+    meant = (key for key in section if get_close_matches(key.partition(":")[0], ["type"]))
+    if (key := next(meant, None)) is not None:
+        return {**details, "type": "extra_forbidden", "loc": (*details["loc"], key), "input": section[key]}
+    return {**details, "type": "missing", "loc": (*details["loc"], "type")}
 
 
 def _place(details: ErrorDetails, known: dict[str, RecipeKey]) -> str:
@@ -97,8 +100,9 @@ def _problem(details: ErrorDetails, document: type[BaseModel], hints: Mapping[st
     key = _place(details, all_keys)
     known = all_keys.get(normal(key))
     if kind == "extra_forbidden":
-        if known and known.by_type and (of_type := str(details["loc"][-2])) in all_keys[_type_of(key)].by_type:
-            return _of_another_type(key, of_type, all_keys)
+        own = _own_keys(key, details, all_keys)
+        if known and known.by_type and own is not None:
+            return _of_another_type(known, key, str(details["loc"][-2]), own)
         name, colon, value = str(details["loc"][-1]).partition(":")
         if colon and details["input"] is None:  # {type:text} is a key without a value
             return Problem(key, "unknown key", fix=f"put a space after the colon: {name}: {value}")
@@ -123,18 +127,23 @@ def _problem(details: ErrorDetails, document: type[BaseModel], hints: Mapping[st
     return Problem(key, f"{show(details['input'])} is not valid", f"{clip(key)} must be {takes}", fix)
 
 
-def _type_of(key: str) -> str:
-    return normal(f"{key.rpartition('.')[0]}.type")
+def _own_keys(key: str, details: ErrorDetails, known: Mapping[str, RecipeKey]) -> list[str] | None:
+    """The keys that the section around an unknown key has beside `type`; None: its type is not one of several."""
+    chosen = known.get(normal(f"{key.rpartition('.')[0]}.type"))
+    of_type = str(details["loc"][-2]) if len(details["loc"]) > 1 else ""
+    if chosen is None or of_type not in chosen.by_type:
+        return None
+    return [other.name.rpartition(".")[2] for other in chosen.by_type[of_type].beside]
 
 
-def _of_another_type(key: str, of_type: str, known: dict[str, RecipeKey]) -> Problem:
+def _of_another_type(known: RecipeKey, key: str, of_type: str, own: list[str]) -> Problem:
     name = key.rpartition(".")[2]
-    own = ", ".join(other.name.rpartition(".")[2] for other in known[_type_of(key)].by_type[of_type].beside)
+    types = ", ".join(known.by_type)
     return Problem(
         key,
         f"set with type {of_type}",
-        f"{name} is a key of {', '.join(known[normal(key)].by_type)}; {of_type} has {own or 'none'}",
-        f"remove {name}",
+        f"{name} is a key of {types}; {of_type} has {', '.join(own) or 'none'}",
+        f"remove {name}" if len(known.by_type) > 1 else f"remove {name}, or type {types}",
     )
 
 
@@ -144,8 +153,10 @@ def rule_of(details: ErrorDetails) -> str:
     return message[:1].lower() + message[1:]
 
 
-def _unknown(key: str, document: type[BaseModel]) -> Hint:
+def _unknown(key: str, own: list[str] | None, document: type[BaseModel]) -> Hint:
     section, _, name = key.rpartition(".")
+    if close := get_close_matches(name, own or (), n=1):
+        return Hint((f"{section}.{close[0]}",))
     # Only a key that contains dots can be valid although it is unknown.
     return Hint(note=f"nest it: {name} under {section}") if key in keys(document) else hint(key, document)
 

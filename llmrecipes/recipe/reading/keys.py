@@ -224,7 +224,7 @@ def _walk_types(schema: dict[str, Any], prefix: str, defs: dict[str, Any]) -> It
         key = replace(each[0], takes=takes, required=required, options=options, by_type=by_type)
         if key.name == f"{prefix}type":
             enum = {"enum": list(by_type)}
-            key = replace(key, takes=_takes(enum, defs), options=(enum,), description="Its keys are below it.")
+            key = replace(key, takes=_takes(enum, defs), options=(enum,), description="The type.")
         yield key
 
 
@@ -267,7 +267,8 @@ def _takes(node: dict[str, Any], defs: dict[str, Any]) -> str:
         case "boolean":
             return "true or false"
         case "string":
-            return f"a string matching {node['pattern']}" if "pattern" in node else "a string"
+            words = "a non-empty string" if node.get("minLength") else "a string"
+            return f"a string matching {node['pattern']}" if "pattern" in node else words
         case "null":
             return "null"
         case "array" if "prefixItems" in node:
@@ -405,14 +406,17 @@ def generated(root: Path) -> dict[Path, str]:
 
 def _table(members: list[RecipeKey]) -> list[str]:
     rows = ["| key | takes | default | meaning |", "| --- | --- | --- | --- |"]
-    if not any(key.by_type for key in members):
-        return rows + [_row(key) for key in members]
     chosen = members[0]
-    rows.append(_row(replace(chosen, takes="a type below")))
+    if not (chosen.by_type and chosen.name.endswith(".type")):
+        return rows + [_row(key) for key in members]
+    types = list(chosen.by_type.values())
+    common = [key for key in types[0].beside if all(key in of_type.beside for of_type in types)]
+    rows += map(_row, [replace(chosen, takes="a type below"), *common])
     shown: list[RecipeKey] = []
     for name, of_type in chosen.by_type.items():
-        new = [key for key in of_type.beside if key not in shown]
-        also = ", ".join(f"`{key.name.rpartition('.')[2]}`" for key in of_type.beside if key in shown)
+        own = [key for key in of_type.beside if key not in common]
+        new = [key for key in own if key not in shown]
+        also = ", ".join(f"`{key.name.rpartition('.')[2]}`" for key in own if key in shown)
         rows.append(f"| `type: {name}` ||| {_cell(of_type.description)}{f' Also: {also}.' if also else ''} |")
         rows += map(_row, new)
         shown += new
@@ -436,7 +440,13 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-_TYPES = {"a finite number": "number", "an integer": "integer", "a string": "string", "true or false": "boolean"}
+_TYPES = {
+    "a finite number": "number",
+    "an integer": "integer",
+    "a string": "string",
+    "a non-empty string": "string",
+    "true or false": "boolean",
+}
 _SIGNS = {"greater than": ">", "at least": "≥", "less than": "<", "at most": "≤", " from names to any value": ""}
 
 

@@ -17,7 +17,7 @@ from llmrecipes.recipe.sections.data_steps import (
     StepSection,
 )
 from llmrecipes.recipe.sections.plugins import DataStep, declared
-from llmrecipes.recipe.sections.source import source_names
+from llmrecipes.recipe.sections.source import Source, TextSource, source_names
 
 
 def held_out_sets(recipe: Recipe) -> Iterator[Problem]:
@@ -77,20 +77,6 @@ def by_source(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def row_labels(recipe: Recipe) -> Iterator[Problem]:
-    """A column of labels of sources without columns."""
-    for section in ("sources", "valid_sources"):
-        for number, source in enumerate(getattr(recipe.data, section)):
-            key = f"data.{section}.{number}"
-            if source.label_key is not None and source.type not in ("jsonl", "parquet", "hub"):
-                yield Problem(
-                    f"{key}.label_key",
-                    f"set with type {source.type}",
-                    "only jsonl, parquet and hub sources have columns",
-                    "remove label_key and label_value",
-                )
-
-
 def token_sets(recipe: Recipe) -> Iterator[Problem]:
     """What needs the text of documents, where a source has only tokens."""
     data = recipe.data
@@ -115,13 +101,11 @@ def token_sets(recipe: Recipe) -> Iterator[Problem]:
             "the recipe's tokenizer must be the one that tokenized the source",
             "type: huggingface, with the path of that tokenizer",
         )
-    every = [(f"data.sources.{number}", each) for number, each in enumerate(data.sources)]
+    every: list[tuple[str, Source]] = [(f"data.sources.{number}", each) for number, each in enumerate(data.sources)]
     every += [(f"data.valid_sources.{number}", each) for number, each in enumerate(data.valid_sources)]
     for key, source in every:
-        if not source.tokenized:
-            continue
-        path = source.path or ""
-        if path.endswith((".bin", ".idx")) or "*" in path or "://" in path:
+        path = source.location
+        if source.tokenized and (path.endswith((".bin", ".idx")) or "*" in path or "://" in path):
             yield Problem(
                 f"{key}.path",
                 repr(path),
@@ -130,14 +114,6 @@ def token_sets(recipe: Recipe) -> Iterator[Problem]:
                 if path.endswith((".bin", ".idx"))
                 else "one source per dataset",
             )
-        for name, default in (("text_key", "text"), ("fim_rate", 0.0)):
-            if getattr(source, name) != default:
-                yield Problem(
-                    f"{key}.{name}",
-                    "set with type megatron",
-                    f"{name} needs text, but the source has only tokens",
-                    "remove it",
-                )
     keys = [name for name in declared(type(data), DataStep) if getattr(data, name) is not None]
     keys += [f"steps.{n}.type" for n, step in enumerate(data.steps) if not step.does.weighs]
     keys += [f"valid_sources.{n}.type" for n, each in enumerate(data.valid_sources) if not each.tokenized]
@@ -222,9 +198,12 @@ def curriculum(recipe: Recipe) -> Iterator[Problem]:
 def fill_in_the_middle(recipe: Recipe) -> Iterator[Problem]:
     """Settings without a rate, conversations, and special tokens that are the same."""
     data = recipe.data
-    sources = [("sources", n, each) for n, each in enumerate(data.sources)]
-    sources += [("valid_sources", n, each) for n, each in enumerate(data.valid_sources)]
-    used = [f"data.{section}.{n}.fim_rate" for section, n, each in sources if each.fim_rate]
+    used = [
+        f"data.{section}.{number}.fim_rate"
+        for section in ("sources", "valid_sources")
+        for number, source in enumerate(getattr(data, section))
+        if isinstance(source, TextSource) and source.fim_rate
+    ]
     if data.fim != type(data.fim)() and not used:
         yield Problem(
             "data.fim",

@@ -28,9 +28,10 @@ from llmrecipes.recipe.rules import (
     stage_rules,
     zero_rules,
 )
-from llmrecipes.recipe.schema import EMBEDDED, Model, Recipe
+from llmrecipes.recipe.schema import Model, Recipe
 from llmrecipes.recipe.sections.only_with import only_with
 from llmrecipes.recipe.sections.plugins import MetricSink, declared, settings
+from llmrecipes.recipe.sections.source import RowSource
 from llmrecipes.recipe.speedups import features, recompute
 from llmrecipes.redact import has_secret
 
@@ -58,7 +59,7 @@ def chat_sources(recipe: Recipe) -> Iterator[Problem]:
                 f"conversations must come from {', '.join(CONVERSATIONS)}",
                 "type jsonl, or remove data.chat",
             )
-        if source.text_key != "text":
+        if isinstance(source, RowSource) and source.text_key != "text":
             yield Problem(
                 f"{key}.text_key",
                 f"{source.text_key!r} with data.chat",
@@ -276,67 +277,14 @@ def _overlap(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
-def _sources(recipe: Recipe) -> Iterator[Problem]:
-    lists = {"sources": recipe.data.sources, "valid_sources": recipe.data.valid_sources}
-    for key, source in ((f"data.{name}.{n}", each) for name, every in lists.items() for n, each in enumerate(every)):
-        embedded = source.type in EMBEDDED
-        if embedded and source.path is not None:
-            yield Problem(
-                f"{key}.path",
-                f"{source.path!r} with type {source.type}",
-                f"{source.type} has no path: it is read from this machine",
-                "type text for a folder of files, or remove path",
-            )
-        if not embedded and not source.path:
-            wanted = "the dataset's name" if source.type == "hub" else "the file, folder or glob"
-            yield Problem(
-                f"{key}.type",
-                f"{source.type} without path",
-                f"a {source.type} source needs path, {wanted}",
-                f"{key}.path",
-            )
-        for name in ("name", "split", "revision"):
-            if source.type != "hub" and getattr(source, name) is not None:
-                yield Problem(
-                    f"{key}.{name}",
-                    f"set with type {source.type}",
-                    f"{name} is only used by hub sources",
-                    f"remove {name}, or type hub",
-                )
-
-
-def _tokenizer(recipe: Recipe) -> Iterator[Problem]:
-    tokenizer = recipe.data.tokenizer
-    if tokenizer.type == "huggingface" and not tokenizer.path:
+def _vocabulary(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.data.tokenizer.type == "bpe" and recipe.model.vocab_size < MIN_BPE_VOCAB:
         yield Problem(
-            "data.tokenizer.type",
-            "huggingface without path",
-            "a huggingface tokenizer needs path, its name or folder",
-            "data.tokenizer.path, for example gpt2",
+            "model.vocab_size",
+            f"{recipe.model.vocab_size} for a bpe tokenizer",
+            f"a byte-level BPE needs at least {MIN_BPE_VOCAB} tokens: 256 bytes and the end of a document",
+            f"model.vocab_size {MIN_BPE_VOCAB}",
         )
-    if tokenizer.type == "huggingface" and tokenizer.pattern != "words":
-        yield Problem(
-            "data.tokenizer.pattern",
-            "set with type huggingface",
-            "a huggingface tokenizer has its own pattern",
-            "remove pattern, or type bpe",
-        )
-    if tokenizer.type == "bpe":
-        for name in ("path", "revision", "add_bos_token"):
-            if getattr(tokenizer, name) is not None:
-                yield Problem(
-                    f"data.tokenizer.{name}",
-                    "set with type bpe",
-                    f"a bpe tokenizer is trained from data.sources and has no {name}",
-                    f"remove {name}, or type huggingface",
-                )
-        if recipe.model.vocab_size < MIN_BPE_VOCAB:
-            yield Problem(
-                "model.vocab_size",
-                f"{recipe.model.vocab_size} for a bpe tokenizer",
-                f"a byte-level BPE needs at least {MIN_BPE_VOCAB} tokens: 256 bytes and the end of a document",
-                f"model.vocab_size {MIN_BPE_VOCAB}",
-            )
 
 
 def _spikes(recipe: Recipe) -> Iterator[Problem]:
@@ -461,12 +409,12 @@ def _sink_settings(recipe: Recipe) -> Iterator[Problem]:
 _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     unknown_engine, only_with, _heads, _positions, optimizer_rules.learning_rate, optimizer_rules.schedule,
     optimizer_rules.groups, batch_rules.rules, recompute.rules,
-    _loss_chunks, _loss_scale, _overlap, _sources, data_rules.characters, data_rules.steps, data_rules.held_out_sets,
+    _loss_chunks, _loss_scale, _overlap, data_rules.characters, data_rules.steps, data_rules.held_out_sets,
     data_rules.by_source,
-    data_rules.fill_in_the_middle, data_rules.row_labels, data_rules.token_sets, data_rules.monitored,
+    data_rules.fill_in_the_middle, data_rules.token_sets, data_rules.monitored,
     data_rules.curriculum,
     checkpoint_rules.retention, checkpoint_rules.also_export,
-    _tokenizer, _spikes, _same_results, _secrets, _sink_settings,
+    _vocabulary, _spikes, _same_results, _secrets, _sink_settings,
     layer_pattern.unread,
     moe_rules.experts, moe_rules.dispatcher, moe_rules.latent_attention, moe_rules.multi_token_prediction,
     shape.mup_rules, adapters.rules, freezing.rules, distill_rules.rules, preference_rules.rules, chat_sources,

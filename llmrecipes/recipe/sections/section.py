@@ -13,6 +13,7 @@ PosInt = Annotated[int, Field(gt=0)]
 NonNegInt = Annotated[int, Field(ge=0)]
 PosFloat = Annotated[float, Field(gt=0)]
 NonNegFloat = Annotated[float, Field(ge=0)]
+NonEmpty = Annotated[str, Field(min_length=1)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 Beta = Annotated[float, Field(gt=0, lt=1)]
 JsonObject = dict[str, JsonValue]
@@ -46,33 +47,44 @@ class Section(BaseModel):
 class Variant(Section):
     """A section of one of several types. A subclass is the section, and has a subclass for each type, with its keys.
 
-    Recipes are recorded, and hashed, with the keys of all types: null where a key is not set. So null stands for a key
-    that is not set, also for one of another type.
+    Recipes are recorded, and hashed, with the keys of all types: null where a key is not set, or with
+    `records_defaults` its default. So these stand for a key that is not set, also for one of another type.
     """
 
-    keys_of_types: ClassVar[dict[str, None]]
+    records_defaults: ClassVar[bool] = False
+    unset: ClassVar[dict[str, Any]]  # by key of any type, what is recorded where it is not set
     type: str
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         if Variant in cls.__bases__:
-            cls.keys_of_types = {}
-        cls.keys_of_types.update(dict.fromkeys(cls.model_fields))
+            cls.unset = {}
+        for key, field in cls.model_fields.items():
+            has_default = cls.records_defaults and not field.is_required()
+            cls.unset.setdefault(key, field.default if has_default else None)
 
     @model_validator(mode="before")
     @classmethod
-    def _without_null(cls, values: Any) -> Any:
+    def _without_unset(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        return {key: value for key, value in values.items() if value is not None or key not in cls.keys_of_types}
+        checked = cls.model_fields if cls.records_defaults else ()
+        return {
+            key: value
+            for key, value in values.items()
+            if key in checked or key not in cls.unset or value != cls.unset[key]
+        }
 
     @model_serializer(mode="wrap")
-    def _with_null(self, plain: Handler, info: Info) -> dict[str, Any]:
+    def _with_unset(self, plain: Handler, info: Info) -> dict[str, Any]:
         values: dict[str, Any] = plain(self)
         if info.exclude_defaults or info.exclude_none or info.exclude_unset:
             return values
-        given = {"type", *self.model_fields_set}
-        return {key: values[key] if key in given else None for key in self.keys_of_types}
+        if not self.records_defaults:
+            given = {"type", *self.model_fields_set}
+            return {key: values[key] if key in given else None for key in self.unset}
+        own = type(self).model_fields  # of which some may be excluded
+        return {key: values.get(key, unset) for key, unset in self.unset.items() if key in values or key not in own}
 
 
 def type_or(default: str) -> BeforeValidator:

@@ -25,11 +25,12 @@ from llmrecipes.recipe.schema import (
     Parallelism,
     Recipe,
     Scheduler,
-    Source,
     Tracking,
     Train,
 )
 from llmrecipes.recipe.sections.plugins import DataStep, MetricSink, declared, settings
+from llmrecipes.recipe.sections.source import DocstringsSource, StdlibSource
+from llmrecipes.recipe.sections.tokenizer_section import BpeTokenizer
 from llmrecipes.recipe.sections.zero import Zero
 from llmrecipes.recipe.speedups.features import needing_a_gpu
 
@@ -362,10 +363,10 @@ def _data(data: Data, model: Model) -> Data:
         update={
             **{name: type(data).model_fields[name].default for name in steps},
             "valid_sources": tuple(s for s in data.valid_sources if s.type != "hub" and not s.tokenized),
-            "sources": local or (Source(type="docstrings" if data.chat else "stdlib"),),
+            "sources": local or (DocstringsSource(type="docstrings") if data.chat else StdlibSource(type="stdlib"),),
             "chat": data.chat and rehearsed_chat(data.chat, model.seq_length),
             "curriculum": data.curriculum and data.curriculum.rehearsed,
-            "tokenizer": data.tokenizer.model_copy(update={"type": "bpe", "path": None, "revision": None}),
+            "tokenizer": data.tokenizer if isinstance(data.tokenizer, BpeTokenizer) else BpeTokenizer(),
             "num_workers": min(data.num_workers, 1),
         }
     )

@@ -151,7 +151,7 @@ def test_in_a_container(site: Site, recipe: Recipe, pyxis: Path | None) -> None:
     program.chmod(0o755)
     seen = dict.fromkeys(["/usr", "/etc", sys.prefix, sys.base_prefix, str(ROOT), str(site.data_dir)])
     folders = [folder for folder in seen if not folder.startswith("/usr/")]
-    sources = {source.path for source in recipe.data.sources if source.path}
+    sources = {source.location for source in recipe.data.sources if source.location}
     (site.folder / "lab.yaml").write_text(
         f"{PROFILE}slurm:\n  container_runtime: pyxis\n  mounts: {json.dumps([*folders, *sorted(sources)])}\n"
     )
