@@ -31,10 +31,10 @@ STEP = 1
 class MadeWeights:
     """Weights of a recipe's model that are made when they are read; see `hf.safetensors.TensorSource`."""
 
-    def __init__(self, recipe: str) -> None:
+    def __init__(self, recipe: str, changes: Sequence[str] = ()) -> None:
         from llmrecipes.recipe.derived.weight_names import weights
 
-        self._shapes = weights(load(recipe).recipe.model)
+        self._shapes = weights(load(recipe, changes).recipe.model)
 
     def names(self) -> Sequence[str]:
         return list(self._shapes)

@@ -21,7 +21,6 @@ from llmrecipes.engine import meters
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.faults.numerics import BadParameter
 from llmrecipes.hardware.profile import Group
-from llmrecipes.hf.safetensors import TensorSource
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 
@@ -347,15 +346,6 @@ class Backend(meters.Sparsifier, Protocol):
 
     def load_given(self, plan: Plan, platform: Platform, weights: WeightSource) -> TextModel:
         """A model with the weights of a source, for a `Scorer` on the ranks of any layout; each rank reads its part."""
-
-    def tensors(self, entry: Entry, *, averaged: bool = False) -> TensorSource:
-        """Weights of a checkpoint by the names in one process, read one at a time; without a model or other ranks.
-
-        With `averaged`, their moving average (`optimizer.ema_decay`).
-
-        Raises:
-            UserError: the checkpoint is corrupt, or has no average.
-        """
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> Engine:
         """An MoE engine whose experts are copies of a dense checkpoint's MLP; in one process."""

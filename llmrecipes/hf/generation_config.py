@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from llmrecipes.hf.completion import generation_keys
 from llmrecipes.hf.reading import read_json
 from llmrecipes.io import write_atomic
 
@@ -33,9 +34,7 @@ def read(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     if os.path.lexists(folder / FILE):
         read = read_json(folder, FILE)
         return {**read, **{key: config[key] for key in IDS if key in config and key not in read}}
-    from transformers import GenerationConfig
-
-    known = GenerationConfig().to_dict()
+    known = generation_keys()
     return {key: value for key, value in config.items() if key in known and value is not None and key[:1] != "_"}
 
 

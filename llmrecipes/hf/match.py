@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import logging
 import re
-import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -15,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from llmrecipes.errors import UserError
+from llmrecipes.hf import completion
 from llmrecipes.hf.families.parts import LATENT
 from llmrecipes.hf.family import FAMILIES, family_named, model_of
 from llmrecipes.hf.reading import CONFIG, runs_code
@@ -88,29 +86,18 @@ def _completed(family: Family, config: Mapping[str, Any], where: str) -> dict[st
     Raises:
         UserError: transformers refuses it, or reads it as a model of another type.
     """
-    from transformers import AutoConfig
-
     needed = {"model_type", *family.translated}
     given = {key: value for key, value in config.items() if key in needed or key not in NEUTRAL}
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
     try:
-        with tempfile.TemporaryDirectory() as name:
-            (Path(name) / CONFIG).write_text(json.dumps(given), "utf-8")
-            read = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        # Again: a value under another name of its key is set after the first validation.
-        whole = type(read).from_dict(read.to_dict()).to_dict()
-    except Exception as error:  # of its validators, of torch, of what a value is not
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        whole = completion.completed(given)
+    except completion.Refused as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise UserError(
             f"transformers refuses it: {' '.join(lines)[:300]}",
             where=where,
             rule=f"values must be as transformers writes them for model_type {family.name}",
             fix="correct the key, or remove it: the default of transformers is used",
         ) from error
-    finally:
-        logger.setLevel(level)
     if whole["model_type"] != family.name:
         raise UserError(
             f"transformers reads it as a model of type {whole['model_type']}",

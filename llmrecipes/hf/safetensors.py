@@ -7,11 +7,13 @@ memory holds one tensor, not a shard, whatever the size of the model.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import IO, Any, Protocol, runtime_checkable
+from typing import IO, Any, Protocol, Self, runtime_checkable
 
 import torch
 
@@ -131,6 +133,8 @@ KEPT = "e_score_correction_bias"
 _NAMES = {kind: name for name, kind in DTYPES.items()}
 _CHUNK = 1 << 24
 """Bytes that are converted and written at once."""
+_PENDING = 2
+"""Pieces of that size that wait to be written."""
 
 
 @dataclass(frozen=True)
@@ -229,14 +233,45 @@ def _write_shard(path: Path, source: TensorSource, kinds: Mapping[str, torch.dty
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
-        for name, kind in kinds.items():
-            _write_tensor(file, source, name, kind)
-            if progress is not None:
-                progress.add(1)
+        with _Behind(file) as behind:
+            for name, kind in kinds.items():
+                _write_tensor(behind, source, name, kind)
+                if progress is not None:
+                    progress.add(1)
     sync(path)
 
 
-def _write_tensor(file: IO[bytes], source: TensorSource, name: str, kind: torch.dtype) -> None:
+class _Behind:
+    """Writes to a file in a thread of its own, while the next values are read."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._thread = ThreadPoolExecutor(1)
+        self._pending: deque[Future[None]] = deque()
+
+    def write(self, values: torch.Tensor) -> None:
+        """Write a tensor that nothing changes any more; waits if others are pending.
+
+        Raises:
+            OSError: one could not be written.
+        """
+        if len(self._pending) == _PENDING:
+            self._pending.popleft().result()
+        self._pending.append(self._thread.submit(self._write, values))
+
+    def _write(self, values: torch.Tensor) -> None:
+        self._file.write(values.view(torch.uint8).numpy().data)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._thread:
+            while kind is None and self._pending:
+                self._pending.popleft().result()
+
+
+def _write_tensor(file: _Behind, source: TensorSource, name: str, kind: torch.dtype) -> None:
     shape = source.shape(name)
     elements = _CHUNK // max(kind.itemsize, source.dtype(name).itemsize)
     written = 0
@@ -245,7 +280,7 @@ def _write_tensor(file: IO[bytes], source: TensorSource, name: str, kind: torch.
             raise RuntimeError(f"{name} has the shape {tuple(part.shape)}, and its header says {tuple(shape)}")
         # A row may be longer than a piece.
         for piece in part.contiguous().view(-1).split(elements):
-            file.write(_converted(name, piece, kind).view(torch.uint8).numpy().data)
+            file.write(_converted(name, piece, kind))
         written += part.numel()
     if written != prod(shape):
         raise RuntimeError(f"{name} has {written} elements, and its header says {tuple(shape)}")

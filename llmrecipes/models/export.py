@@ -235,7 +235,7 @@ def export_adapter(reference: str, out: Path | None, runs_dir: Path) -> Exported
         UserError: no such run or checkpoint, a run without adapters or base model, adapters without a form in PEFT, a
             folder that exists, or a full disk. Nothing is left behind.
     """
-    from llmrecipes.engine.backends import backend
+    from llmrecipes.engine.backends import stored_weights
     from llmrecipes.hf.adapter import write
     from llmrecipes.hf.family import family_named
     from llmrecipes.hf.reading import read_config
@@ -251,7 +251,7 @@ def export_adapter(reference: str, out: Path | None, runs_dir: Path) -> Exported
     family = family_named(read_config(base).get("model_type"), str(base))
     named = recipe.train.pretrained if recipe.train.pretrained and not Path(recipe.train.pretrained).exists() else None
     with published(out) as folder:
-        written = write(backend(recipe).tensors(entry), family, recipe.model, lora, named or str(base), folder)
+        written = write(stored_weights(recipe, entry), family, recipe.model, lora, named or str(base), folder)
     return ExportedAdapter(
         path=str(out),
         run=str(run),

@@ -67,9 +67,9 @@ def grow(
     new_layers = layers(small.model.num_layers, grown.model.num_layers, growth.method)
 
     def write(folder: Path) -> dict[str, Any]:
-        from llmrecipes.engine.backends import backend
+        from llmrecipes.engine.backends import stored_weights
 
-        weights = GrownWeights(backend(small).tensors(entry), small.model, grown.model, growth)
+        weights = GrownWeights(stored_weights(small, entry), small.model, grown.model, growth)
         write_checkpoint(grown, weights, folder, progress)
         before, after = shape(small.model), shape(grown.model)
         added = [number for number, layer in enumerate(new_layers) if layer.added]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import detect
+from llmrecipes.hf import completion
 from llmrecipes.models.create import CreatedRun, create_run, write_checkpoint
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan, derive
@@ -36,6 +37,7 @@ COMMENTS = {
 """Of the recipe of an imported model, by key."""
 
 
+@completion.beside()
 def import_model(
     source: str,
     overrides: Sequence[str],

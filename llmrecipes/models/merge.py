@@ -256,7 +256,7 @@ def merge_runs(
         UserError: as `merge`, or recipes of different models. Nothing remains.
     """
     numbers = resolve(options, len(models), base=base is not None)
-    from llmrecipes.engine.backends import backend
+    from llmrecipes.engine.backends import stored_weights
     from llmrecipes.models.merge_formulas import Input, MergedTensors
 
     started = time.monotonic()
@@ -266,7 +266,7 @@ def merge_runs(
     require_different(names, [str(entry.path.resolve()) for _, entry in checkpoints.values()])
     recipes = {name: Run(run).recipe_of(entry.step) for name, (run, entry) in checkpoints.items()}
     _require_same_models(recipes)
-    inputs = {name: Input(name, backend(recipes[name]).tensors(entry)) for name, (_, entry) in checkpoints.items()}
+    inputs = {name: Input(name, stored_weights(recipes[name], entry)) for name, (_, entry) in checkpoints.items()}
     merged = MergedTensors(numbers, [inputs[name] for name in models], None if base is None else inputs[base])
     recipe = recipes[models[0]]
     run_dir = Run.of(runs_dir, recipe.name, run_id).path

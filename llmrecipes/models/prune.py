@@ -196,12 +196,12 @@ def _write(
     folder: Path,
     progress: Counted | None,
 ) -> dict[str, Any]:
-    from llmrecipes.engine.backends import backend
+    from llmrecipes.engine.backends import stored_weights
     from llmrecipes.engine.meters import Importance, Sparsified
     from llmrecipes.models.merge import Boxes
     from llmrecipes.models.pruned_weights import SmallerWeights, SparseWeights
 
-    tensors = backend(before).tensors(entry)
+    tensors = stored_weights(before, entry)
     tokens = {} if measured is None else {"tokens": measured.tokens}
     if options.unstructured:
         if isinstance(measured, Sparsified):

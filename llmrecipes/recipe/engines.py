@@ -18,6 +18,8 @@ class EngineEntry:
 
     backend: str
     """Its `engine.base.Backend`."""
+    tensors: str = "llmrecipes.engine.core.checkpoint.tensors:StoredWeights"
+    """What reads the weights of its checkpoints, without its library: see `engine.backends.stored_weights`."""
     configuration: str | None = None
     """Function from a plan to its library's configuration, which `llmrecipes plan --details` prints. It must not import
     torch."""

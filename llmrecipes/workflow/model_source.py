@@ -76,7 +76,7 @@ def open_run(run: Path, entry: Entry, family: str | None = None, *, averaged: bo
     Args:
         averaged: read the moving average of the weights.
     """
-    from llmrecipes.engine.backends import backend
+    from llmrecipes.engine.backends import stored_weights
     from llmrecipes.hf.family import config_of, family_of
     from llmrecipes.hf.weights import AsHuggingFace
 
@@ -85,7 +85,7 @@ def open_run(run: Path, entry: Entry, family: str | None = None, *, averaged: bo
     if recipe.lora is not None:
         weights: TensorSource = merged(run, entry, recipe, averaged=averaged)
     else:
-        weights = backend(recipe).tensors(entry, averaged=averaged)
+        weights = stored_weights(recipe, entry, averaged=averaged)
     source = AsHuggingFace(weights, chosen, recipe.model)
     return OpenedRun(source, config_of(chosen, recipe.model), run, chosen, recipe, entry)
 
@@ -137,12 +137,12 @@ def merged(run: Path, entry: Entry, recipe: Recipe, *, averaged: bool = False) -
     Raises:
         UserError: the run has no base model, or that has changed.
     """
-    from llmrecipes.engine.backends import backend
+    from llmrecipes.engine.backends import stored_weights
     from llmrecipes.hf.adapter import Merged
     from llmrecipes.hf.weights import open_weights
 
     base = open_weights(base_of(run, recipe), recipe.model)
-    return Merged(base, backend(recipe).tensors(entry, averaged=averaged), recipe.model, lora_of(recipe, run))
+    return Merged(base, stored_weights(recipe, entry, averaged=averaged), recipe.model, lora_of(recipe, run))
 
 
 def require_merge(recipe: Recipe, run: Path, *, requested: bool) -> None:

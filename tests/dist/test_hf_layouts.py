@@ -11,7 +11,7 @@ import torch
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
-from llmrecipes.engine.backends import backend
+from llmrecipes.engine.backends import stored_weights
 from llmrecipes.engine.base import Progress
 from llmrecipes.hf.family import config_of, family_of
 from llmrecipes.hf.safetensors import SafetensorsFolder, write
@@ -76,7 +76,7 @@ def exported(recipe: Recipe, checkpoints: Path, folder: Path) -> dict[str, torch
     entry = CheckpointStore(checkpoints).latest_valid()
     assert entry is not None
     family = family_of(recipe.model)
-    stored = backend(recipe).tensors(entry)
+    stored = stored_weights(recipe, entry)
     assert {name: stored.shape(name) for name in weights(recipe.model)} == weights(recipe.model)
     folder.mkdir()
     write(AsHuggingFace(stored, family, recipe.model), config_of(family, recipe.model), folder, shard_bytes=20_000)

@@ -31,7 +31,7 @@ from llmrecipes.engine.base import (
     WeightSource,
     World,
 )
-from llmrecipes.engine.core.checkpoint.loader import load_plain, open_inside
+from llmrecipes.engine.core.checkpoint.reading import load_plain, open_inside
 from llmrecipes.engine.parts.base import Parts
 from llmrecipes.engine.sampling import Sampling, draw
 from llmrecipes.faults.numerics import named_gradients
@@ -246,9 +246,6 @@ class PlainBackend:
         return engine
 
     def load_given(self, *_: Any) -> NoReturn:
-        raise NotImplementedError
-
-    def tensors(self, *_: Any) -> NoReturn:
         raise NotImplementedError
 
     def upcycle(self, *_: Any) -> NoReturn:

@@ -37,7 +37,8 @@ from llmrecipes.checkpoint.store import CheckpointStore, Entry
 from llmrecipes.engine.core.checkpoint import loader, pickled_index
 from llmrecipes.engine.core.checkpoint.format import ShardedFormat
 from llmrecipes.engine.core.checkpoint.index import INDEX_NAME, JSON_NAME, MAGIC, Header, Index, decode
-from llmrecipes.engine.core.checkpoint.loader import load, read_index
+from llmrecipes.engine.core.checkpoint.loader import load
+from llmrecipes.engine.core.checkpoint.reading import read_index
 from tests.refusals import refused
 
 INFO = CheckpointInfo(step=1, consumed_samples=1, consumed_tokens=1, layout={}, recipe_hash="r")

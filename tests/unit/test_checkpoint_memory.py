@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from llmrecipes.engine.core.checkpoint.loader import load_plain
+from llmrecipes.engine.core.checkpoint.reading import load_plain
 from tests.refusals import refused
 
 LARGE = 3 << 29

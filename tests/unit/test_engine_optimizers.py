@@ -15,7 +15,7 @@ from benchmarks.former import ADAMW
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.engine.base import Progress
 from llmrecipes.engine.core.checkpoint import initial
-from llmrecipes.engine.core.checkpoint.loader import read_index
+from llmrecipes.engine.core.checkpoint.reading import read_index
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.errors import UserError
 from llmrecipes.models.create import first_checkpoint

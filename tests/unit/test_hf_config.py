@@ -6,6 +6,7 @@ That the values compute the same is the subject of test_model_hf.py and test_hf_
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import transformers
 from llmrecipes.engine.core.model.gpt import build
 from llmrecipes.engine.core.platform import select
 from llmrecipes.errors import UserError
+from llmrecipes.hf import completion
 from llmrecipes.hf.family import FAMILIES, config_of
 from llmrecipes.hf.match import section_of, validated
 from llmrecipes.hf.reading import CONFIG
@@ -34,6 +36,7 @@ Config = dict[str, Any]
 
 CONFIGS = {**MODELS, "apertus": lambda: transformers.ApertusConfig(**SIZES, hidden_act="gelu")}
 
+PLACE = "_name_or_path"
 SCALINGS: dict[str, Any] = {
     "linear": {"rope_type": "linear", "factor": 2.0},
     "type of older files": {"type": "linear", "factor": 2.0},
@@ -287,3 +290,28 @@ def test_what_transformers_refuses_is_refused_with_its_reason(key: str, config: 
     with refused(tmp_path / CONFIG) as error:
         section_of(config, tmp_path)
     assert key in str(error.value)
+
+
+def test_a_process_without_torch_completes_every_config_as_this_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "transformers")
+        beside = completion.beside()
+        beside.__enter__()
+    try:
+        (process,) = completion._begun
+        for made in CONFIGS.values():
+            config = made().to_diff_dict()
+            here = completion._here(config)
+            monkeypatch.setattr(completion, "_here", None)
+            assert completion.completed(config) | {PLACE: ""} == json.loads(json.dumps(here)) | {PLACE: ""}
+            monkeypatch.undo()
+        assert completion.generation_keys() == transformers.GenerationConfig().to_dict().keys()
+        with pytest.raises(completion.Refused, match="hidden_size"):
+            completion.completed({"model_type": "llama", "hidden_size": "wide"})
+        assert process.poll() is None
+        process.kill()
+        process.wait()
+        assert completion.completed({"model_type": "llama"})["model_type"] == "llama", "without it this one answers"
+    finally:
+        beside.__exit__(None, None, None)
+    assert completion._begun == []

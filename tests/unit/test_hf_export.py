@@ -298,7 +298,7 @@ def flip(path: Path, place: int) -> None:
 def weights_file(checkpoint: Path) -> tuple[Path, int]:
     """The file with the embedding, and a place in the middle of its values."""
     from llmrecipes.checkpoint.manifest import inspect
-    from llmrecipes.engine.core.checkpoint.loader import read_index
+    from llmrecipes.engine.core.checkpoint.reading import read_index
 
     index = read_index(inspect(checkpoint, full=False))
     parts = index.tensors["embedding.word_embeddings.weight"].slices((0, 0), (1, 1))

@@ -20,11 +20,11 @@ from safetensors.torch import load_file
 from llmrecipes.checkpoint.store import CheckpointStore, Entry
 from llmrecipes.cli.app import run
 from llmrecipes.engine.core.checkpoint.loader import load
+from llmrecipes.engine.core.checkpoint.tensors import StoredWeights
 from llmrecipes.engine.core.model.gpt import RecipeModel, build, construct
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.core.rank_weights import load_model, model_state
 from llmrecipes.engine.core.world import join
-from llmrecipes.engine.megatron.backend import MegatronBackend
 from llmrecipes.hf.family import family_of
 from llmrecipes.hf.match import section_of
 from llmrecipes.hf.reading import CONFIG, read_config
@@ -78,7 +78,7 @@ def test_an_import_computes_the_same_and_leaves_with_the_same_bytes(kind: str, m
         straight = build(derive(recipe, 1, ROOMY), select(), given).module
         for name, value in ours.state_dict().items():
             assert value is None or value.equal(straight.state_dict()[name]), name
-    source = AsHuggingFace(MegatronBackend().tensors(entry), family_of(recipe.model, kind), recipe.model)
+    source = AsHuggingFace(StoredWeights(entry), family_of(recipe.model, kind), recipe.model)
     original = load_file(models / kind / "model.safetensors")
     assert set(source.names()) == set(original)
     for name, value in original.items():
@@ -101,7 +101,7 @@ def test_an_import_stores_the_type_of_the_weights_and_says_it(
         assert "train.precision" in printed and stored in printed and precision in printed
         recipe, entry = opened(tmp_path / "m" / run_id)
         assert recipe.train.precision == stored
-        source = AsHuggingFace(MegatronBackend().tensors(entry), family_of(recipe.model), recipe.model)
+        source = AsHuggingFace(StoredWeights(entry), family_of(recipe.model), recipe.model)
         original = load_file(tmp_path / "m" / "model.safetensors")
         assert all(source.read(name).equal(value) for name, value in original.items()) is (stored == precision)
 

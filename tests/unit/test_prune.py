@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from llmrecipes.data.folder.prepared import open_prepared
-from llmrecipes.engine.backends import backend
+from llmrecipes.engine.backends import backend, stored_weights
 from llmrecipes.engine.core.backend import loaded
 from llmrecipes.engine.core.sparsegpt import sparsegpt
 from llmrecipes.models import prune as prune_module
@@ -78,7 +78,7 @@ class Cleared:
 
 
 def tensors(run: Path) -> Any:
-    return backend(load(str(run / "recipe.yaml")).recipe).tensors(Run(run).require_checkpoint())
+    return stored_weights(load(str(run / "recipe.yaml")).recipe, Run(run).require_checkpoint())
 
 
 def read(run: Path) -> dict[str, torch.Tensor]:

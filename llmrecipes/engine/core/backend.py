@@ -15,8 +15,8 @@ from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Platform, Rank, WeightSource, World
 from llmrecipes.engine.core import ema, generation, update, world
 from llmrecipes.engine.core.checkpoint import initial
-from llmrecipes.engine.core.checkpoint.loader import load, read_index
-from llmrecipes.engine.core.checkpoint.tensors import StoredWeights
+from llmrecipes.engine.core.checkpoint.loader import load
+from llmrecipes.engine.core.checkpoint.reading import read_index, require_average
 from llmrecipes.engine.core.importance import measure
 from llmrecipes.engine.core.model.fake_quantize import renew_rounded
 from llmrecipes.engine.core.model.gpt import BuiltModel, build, construct, software
@@ -80,9 +80,6 @@ class CoreBackend:
         plan = _for_any_shape(plan)
         return TextGPT(build(plan, platform, weights), plan, platform)
 
-    def tensors(self, entry: Entry, *, averaged: bool = False) -> StoredWeights:
-        return StoredWeights(entry, averaged=averaged)
-
     def write_weights(self, plan: Plan, weights: WeightSource, directory: Path) -> tuple[Written, dict[str, str]]:
         return initial.write(plan, weights, directory)
 
@@ -140,7 +137,7 @@ def loaded(
     """A model with the weights of a checkpoint; arguments as `Backend.load_weights`."""
     index = read_index(entry)
     if averaged:
-        ema.require(index, entry)
+        require_average(index, entry)
     built = to_be_loaded(plan, platform, base)
     wanted = model_state(built.modules)
     load_model(built.modules, load(entry, ema.in_place_of_weights(wanted) if averaged else wanted, index))

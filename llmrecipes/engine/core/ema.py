@@ -16,15 +16,11 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from llmrecipes.checkpoint.store import Entry
-from llmrecipes.engine.core.checkpoint.index import Index
-from llmrecipes.engine.core.checkpoint.slices import MASTER, OPTIMIZER_STATE, OptimizerSlice
-from llmrecipes.errors import UserError
+from llmrecipes.engine.core.checkpoint.index import AVERAGE
+from llmrecipes.engine.core.checkpoint.slices import MASTER, OptimizerSlice
 
 NAME = "ema"
 """Of the state."""
-PREFIX = OPTIMIZER_STATE.format(NAME)
-"""In front of a weight's name, in a checkpoint."""
 
 
 @torch.no_grad()
@@ -55,26 +51,6 @@ def update(optimizer: MegatronOptimizer, decay: float) -> None:
         torch._foreach_lerp_(averages, weights, 1 - decay)
 
 
-def is_in(index: Index) -> bool:
-    """Whether a checkpoint has the average."""
-    return any(name.startswith(PREFIX) for name in index.tensors)
-
-
-def require(index: Index, entry: Entry) -> None:
-    """Refuse a checkpoint without the average.
-
-    Raises:
-        UserError: it has none.
-    """
-    if not is_in(index):
-        raise UserError(
-            "this checkpoint has no moving average of the weights",
-            where=str(entry.path),
-            rule="a run keeps one from the step on at which optimizer.ema_decay is set",
-            fix="leave --ema out, or train on with optimizer.ema_decay=0.999",
-        )
-
-
 def left_out(owned: Sequence[OptimizerSlice]) -> list[OptimizerSlice]:
     """State without the average."""
     return [
@@ -88,7 +64,7 @@ def in_place_of_weights(state: dict[str, Any]) -> dict[str, Any]:
 
     def renamed(value: Any) -> Any:
         if isinstance(value, ShardedTensor | ShardedTensorFactory) and isinstance(value.data, torch.nn.Parameter):
-            return replace(value, key=PREFIX + value.key)
+            return replace(value, key=AVERAGE + value.key)
         return value
 
     averaged: dict[str, Any] = dict_list_map_outplace(renamed, state)

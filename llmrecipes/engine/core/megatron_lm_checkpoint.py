@@ -37,9 +37,9 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from llmrecipes.checkpoint.manifest import FileRecord
 from llmrecipes.engine.core.checkpoint.index import Index, Numbers, StoredTensor, Table, as_index, build
-from llmrecipes.engine.core.checkpoint.loader import load_plain, open_inside
 from llmrecipes.engine.core.checkpoint.pickled_index import MOST_BYTES, InertRecord, record_kind, require_bounded
 from llmrecipes.engine.core.checkpoint.pickled_index import read as read_pickled
+from llmrecipes.engine.core.checkpoint.reading import load_plain, open_inside
 from llmrecipes.engine.core.checkpoint.tensors import weights_of
 from llmrecipes.engine.core.model.gpt import construct_without_memory
 from llmrecipes.engine.core.model.init import global_name, whole_name

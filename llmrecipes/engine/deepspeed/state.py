@@ -14,7 +14,8 @@ import torch
 
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Progress
-from llmrecipes.engine.core.checkpoint.loader import load, read_index, rehearse
+from llmrecipes.engine.core.checkpoint.loader import load, rehearse
+from llmrecipes.engine.core.checkpoint.reading import read_index
 from llmrecipes.engine.core.checkpoint.slices import OptimizerSlice
 from llmrecipes.engine.core.random_states import load_random_states, same_random_states, sharded_random_states
 from llmrecipes.engine.core.rank_weights import load_model, model_state

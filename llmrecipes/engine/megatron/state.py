@@ -28,7 +28,8 @@ from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Progress
 from llmrecipes.engine.core import ema
 from llmrecipes.engine.core.checkpoint.index import Index
-from llmrecipes.engine.core.checkpoint.loader import load, read_index, rehearse
+from llmrecipes.engine.core.checkpoint.loader import load, rehearse
+from llmrecipes.engine.core.checkpoint.reading import has_average, read_index
 from llmrecipes.engine.core.checkpoint.slices import (
     MASTER,
     OptimizerSlice,
@@ -83,7 +84,7 @@ def load_state(engine: MegatronEngine, entry: Entry) -> Progress:
     """
     index = read_index(entry)
     random = same_random_states(engine.recipe, entry, index)
-    averaged = ema.is_in(index)
+    averaged = has_average(index)
     wanted = _wanted(engine, random=random, averaged=averaged, missing=Missing(entry, index))
     progress = _restore(engine, load(entry, wanted, index))
     if engine.recipe.optimizer.ema_decay is not None and not averaged:

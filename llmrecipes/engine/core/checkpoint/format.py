@@ -7,7 +7,6 @@ torch's own index, `.metadata`, is written too, for torch's and megatron-core's 
 from __future__ import annotations
 
 import copy
-import hashlib
 import io
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from functools import partial
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,9 +45,11 @@ from torch.distributed.checkpoint.metadata import (
 from llmrecipes.checkpoint.manifest import FileRecord
 from llmrecipes.checkpoint.saver import os_error
 from llmrecipes.checkpoint.state_format import StateDict, Written
+from llmrecipes.engine.core.checkpoint.hashed_file import HashedFile
 from llmrecipes.engine.core.checkpoint.index import (
     DTYPES,
     INDEX_NAME,
+    OPTIMIZER_STATE,
     ObjectRecord,
     Table,
     covered,
@@ -58,7 +59,6 @@ from llmrecipes.engine.core.checkpoint.index import (
     merge_tables,
     slices_of,
 )
-from llmrecipes.engine.core.checkpoint.slices import OPTIMIZER_STATE
 from llmrecipes.io import sync, write_synced
 from llmrecipes.nested import leaves
 from llmrecipes.units import GIB, MIB
@@ -423,38 +423,6 @@ def write_file(path: Path, tensors: Iterable[ShardedTensor], objects: Mapping[st
         raise
     sync(path)
     return stream.record(), make_table([path.name], records, ((name, *of) for name, of in parts.items()))
-
-
-class HashedFile(io.RawIOBase):
-    """A file whose SHA-256 is known when it is written."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._sha256, self._size = file, hashlib.sha256(), 0
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self._sha256.update(data)
-        written = self._file.write(data)
-        self._size += written
-        return written
-
-    def store(self, value: Any, *, views: bool = False) -> tuple[int, int]:
-        """Append a value; returns its first byte and its bytes.
-
-        Args:
-            value: plain data.
-            views: it is a view of a few elements, to be stored as one.
-        """
-        start = self._size
-        if not views and isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() != value.nbytes:
-            value = value.clone()  # torch.save writes all memory behind a view
-        torch.save(value, cast(IO[bytes], self))
-        return start, self._size - start
-
-    def record(self) -> FileRecord:
-        return FileRecord(size=self._size, sha256=self._sha256.hexdigest())
 
 
 METADATA_NAME = ".metadata"

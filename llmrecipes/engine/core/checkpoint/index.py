@@ -30,9 +30,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from llmrecipes.checkpoint.manifest import FileRecord
-from llmrecipes.engine.core.model.init import FUSED_NORMS
+from llmrecipes.recipe.derived.weight_names import FUSED_NORMS
 
 INDEX_NAME = "index.bin"
+OPTIMIZER_STATE = "optimizer.state.{}."
+"""Start of the names of the optimizer's state of a kind; a weight's name follows."""
+AVERAGE = OPTIMIZER_STATE.format("ema")
+"""Start of the names of the weights' moving average (`optimizer.ema_decay`)."""
 _MOST = 1 << 62
 """Elements of a tensor must be fewer, so that their number fits 64 bits."""
 

@@ -8,6 +8,7 @@ checkpoint, by any layout, optimizer and ZeRO stage.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -19,9 +20,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from llmrecipes.checkpoint.state_format import Written
 from llmrecipes.engine.base import Progress, WeightSource
-from llmrecipes.engine.core.checkpoint.format import HashedFile, ShardedFormat
-from llmrecipes.engine.core.checkpoint.index import Described, ObjectRecord, encode, make_table
-from llmrecipes.engine.core.checkpoint.slices import OPTIMIZER_STATE, other_state, sharded_parameters
+from llmrecipes.engine.core.checkpoint.format import ShardedFormat
+from llmrecipes.engine.core.checkpoint.hashed_file import HashedFile
+from llmrecipes.engine.core.checkpoint.index import OPTIMIZER_STATE, Described, ObjectRecord, encode, make_table
+from llmrecipes.engine.core.checkpoint.slices import other_state, sharded_parameters
 from llmrecipes.engine.core.model.config import DTYPES
 from llmrecipes.engine.core.model.gpt import construct_without_memory
 from llmrecipes.engine.core.model.init import READ_AT_ONCE, global_name, slice_of, split_rows, whole_name
@@ -48,8 +50,8 @@ def write(plan: Plan, weights: WeightSource, directory: Path) -> tuple[Written, 
     prepared = kept.prepare(_common(plan.recipe), directory, 0)
     dtype = DTYPES[plan.recipe.train.precision]
     table = _IndexRows()
-    with (directory / FILE).open("wb") as file:
-        stream = HashedFile(file)
+    with (directory / FILE).open("wb") as file, ThreadPoolExecutor(1) as thread:
+        stream = HashedFile(file, thread)
         zeros: dict[tuple[int, ...], tuple[int, int]] = {}
         for part in _stacked_slices(part.shard for sharded in sharded_parameters(state) for part in sharded.slices):
             values = weights.read(part.name, part.inner, part.size[part.depth :]).to(dtype)

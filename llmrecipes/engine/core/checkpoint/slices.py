@@ -16,13 +16,13 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 
+from llmrecipes.engine.core.checkpoint.index import OPTIMIZER_STATE
+
 EXTRA_STATE = "_extra_state"
 """End of the names of what layers keep besides tensors."""
 MASTER = "master_param"
 """TransformerEngine's name of a master weight in the optimizer's state, where the optimizer's parameter is the model's
 weight: with `optimizer.use_precision_aware_optimizer`."""
-OPTIMIZER_STATE = "optimizer.state.{}."
-"""Start of the names of the optimizer's state of a kind; a weight's name follows."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import re
+import struct
+import sys
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -14,20 +17,24 @@ import torch
 
 from llmrecipes.checkpoint.manifest import mismatch
 from llmrecipes.checkpoint.store import Entry
-from llmrecipes.engine.core import ema
-from llmrecipes.engine.core.checkpoint.index import StoredTensor, as_index
-from llmrecipes.engine.core.checkpoint.loader import (
+from llmrecipes.engine.core.checkpoint.index import AVERAGE, StoredTensor, as_index
+from llmrecipes.engine.core.checkpoint.reading import (
     INDEXES,
     load_plain,
     open_inside,
     read_index,
+    require_average,
     require_tensor,
     unfit,
     unsafe,
 )
-from llmrecipes.engine.core.model.init import unfused
 from llmrecipes.errors import UserError
+from llmrecipes.recipe.derived.weight_names import unfused
 
+_LENGTHS = 26
+"""Where the header of a member of a zip file has the lengths of its name and of what follows that, two bytes each."""
+_READ = 1 << 20
+"""Bytes that are read at once: they are in the processor's cache when their CRC-32 is computed."""
 _OTHERS = ("optimizer.", "random.")
 """Prefixes of the names of what is not a weight."""
 
@@ -53,13 +60,13 @@ class StoredWeights:
             raise unfit(entry.path, problem)
         index = read_index(entry)
         if averaged:
-            ema.require(index, entry)
+            require_average(index, entry)
         self._files = index.files
         self._places = {
             name: place
             for key, stored in index.tensors.items()
             if not key.startswith(_OTHERS)
-            for name, place in weights_of(key, index.tensors.get(ema.PREFIX + key, stored) if averaged else stored)
+            for name, place in weights_of(key, index.tensors.get(AVERAGE + key, stored) if averaged else stored)
         }
 
     def names(self) -> Sequence[str]:
@@ -118,17 +125,57 @@ class StoredWeights:
 
 def _checked(part: _Window, path: Path, name: str) -> Any:
     """Read what torch.save wrote, if its CRC-32 are right; torch compares none."""
+    values = None
     try:
         with zipfile.ZipFile(cast(IO[bytes], part)) as archive:
+            members = archive.infolist()
+            large = [member for member in members if "/data/" in member.filename]
+            if len(large) == 1 and large[0].compress_type == zipfile.ZIP_STORED and _in_this_order(archive):
+                archive.filelist = [member for member in members if member is not large[0]]
+                values = large[0]
             damaged = archive.testzip()
     except (zipfile.BadZipFile, NotImplementedError, ValueError) as problem:
         raise unsafe(path, str(problem)) from problem
+    part.seek(0)
+    form = None if values is None else load_plain(part, path, "meta")
+    if values is None or not isinstance(form, torch.Tensor) or form.untyped_storage().nbytes() != values.file_size:
+        read = load_plain(part, path)
+    else:
+        read, crc = _filled(form, part, values.header_offset)
+        damaged = damaged or (values.filename if crc != values.CRC else None)
     if damaged is not None:
         raise UserError(
             f"{name} is corrupt: its CRC-32 differs", where=str(path), fix="use an older checkpoint: RUN@STEP"
         )
-    part.seek(0)
-    return load_plain(part, path)
+    return read
+
+
+def _in_this_order(archive: zipfile.ZipFile) -> bool:
+    """Whether the bytes of numbers are in the order of this machine."""
+    names = [name for name in archive.namelist() if name.endswith("/byteorder")]
+    return [archive.read(name).decode("ascii", "replace") for name in names] == [sys.byteorder]
+
+
+def _filled(form: torch.Tensor, part: _Window, header: int) -> tuple[torch.Tensor, int]:
+    """A tensor with the values in a zip file, and their CRC-32: each byte is read once, and not by both libraries.
+
+    Args:
+        form: the tensor on the meta device.
+        part: the zip file.
+        header: where in it the member with the values begins.
+    """
+    part.seek(header + _LENGTHS)
+    lengths = struct.unpack("<HH", part.read(4))
+    part.seek(header + _LENGTHS + 4 + sum(lengths))
+    storage = torch.UntypedStorage(form.untyped_storage().nbytes())
+    memory = memoryview(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
+    crc = 0
+    for start in range(0, len(memory), _READ):
+        piece = memory[start : start + _READ]
+        if part.readinto(piece) != len(piece):
+            return form, -1
+        crc = zlib.crc32(piece, crc)
+    return torch.empty(0, dtype=form.dtype).set_(storage, form.storage_offset(), form.shape, form.stride()), crc
 
 
 class _Window(io.RawIOBase):

@@ -307,6 +307,7 @@ def build(plan: Plan, platform: Platform, weights: WeightSource | None = None, *
 def construct_without_memory(plan: Plan) -> RecipeModel:
     """The whole model of one process, of local layers, as names and shapes: its parameters are on the meta device."""
     config = transformer_config(plan, on_gpu=False, transformer_engine=False)
+    config.perform_initialization = False  # operations on the meta device import torch's compiler, for half a second
     with accepted_by_core(plan.recipe.model.extra), torch.device("meta"):
         return _chunk(plan, config, "local", None)
 

@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from llmrecipes.engine.base import Slice, WeightSource
 from llmrecipes.engine.core.model import lora, philox
 from llmrecipes.recipe.derived.shape import mup
+from llmrecipes.recipe.derived.weight_names import unfused
 from llmrecipes.recipe.schema import Model
 
 OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
@@ -187,18 +188,3 @@ def whole_name(name: str) -> str:
     if rest.startswith(_EXPERTS):
         rest = f"mlp.experts.local_experts.{place.pop(0)}.{rest.removeprefix(_EXPERTS)}"
     return f"{front}{unfused(rest)}"
-
-
-FUSED_NORMS = {
-    "self_attention.linear_qkv": "input_layernorm",
-    "mlp.linear_fc1": "pre_mlp_layernorm",
-    "self_attention.linear_q_up_proj": "self_attention.q_layernorm",
-    "self_attention.linear_kv_up_proj": "self_attention.kv_layernorm",
-}
-"""TransformerEngine fuses a norm into the linear layer after it, and checkpoints have its name there."""
-
-
-def unfused(name: str) -> str:
-    """Name in a local layer of what a checkpoint calls `name`; both without the number of the layer."""
-    module, _, kind = name.rpartition(".layer_norm_")
-    return f"{FUSED_NORMS[module]}.{kind}" if module in FUSED_NORMS else name

@@ -28,11 +28,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from llmrecipes.engine.core.model.attention import SdpaCoreAttention
 from llmrecipes.engine.core.model.dropout import another_use
-from llmrecipes.engine.core.model.init import FUSED_NORMS
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.builds import transformer_engine_obstacle
 from llmrecipes.plan.layout import local_layers_reason, only_in_local_layers
 from llmrecipes.recipe.derived.layer_pattern import CUT, PREDICTION, layer_pattern
+from llmrecipes.recipe.derived.weight_names import FUSED_NORMS
 from llmrecipes.recipe.schema import Recipe
 
 Implementation = Literal["transformer_engine", "local"]
