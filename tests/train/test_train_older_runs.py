@@ -44,7 +44,7 @@ def curve(path: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("recipe", "run_id", "ranks", "changes"),
     [
-        ("stored", "moe", "2", ["parallelism.expert_model_parallel_size=2"]),
+        pytest.param("stored", "moe", "2", ["parallelism.expert_model_parallel_size=2"], marks=pytest.mark.rotating),
         ("dense", "dense", "2", []),
         ("tuned", "lora", "1", []),
         ZERO,

@@ -149,6 +149,7 @@ def test_patience_counts_evaluations_of_the_same_sequences_and_ends_the_run(
         assert Run(early).is_finished(stopping(2).train)
 
 
+@pytest.mark.rotating
 def test_stages_without_held_out_text_end_and_stop_at_their_boundary(
     corpus: Path, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from pkgutil import resolve_name
@@ -92,6 +93,13 @@ def test_parts_of_deepspeed_have_no_hooks_that_it_does_not_call() -> None:
             assert own <= set(DEEPSPEED_HOOKS), each.part
 
 
+@cache
+def _names(path: Path) -> frozenset[str | None]:
+    """What a module names: variables, attributes, imports and functions."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    return frozenset(getattr(node, name, None) for node in nodes for name in ("id", "attr", "module", "name"))
+
+
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.part.rpartition(".")[2])
 def test_at_most_one_other_file_names_a_part(part: StepPart) -> None:
     module, _, kind = part.part.partition(":")
@@ -99,8 +107,6 @@ def test_at_most_one_other_file_names_a_part(part: StepPart) -> None:
     own = {module, kind, key if section and key != "num_moe_experts" else module}
     others = []
     for path in [*(PACKAGE / "engine").rglob("*.py"), *(PACKAGE / "train").glob("*.py")]:
-        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-        names = {getattr(node, name, None) for node in nodes for name in ("id", "attr", "module", "name")}
-        if own & names and path.parent.name != "parts":
+        if own & _names(path) and path.parent.name != "parts":
             others.append(path.name)
     assert len(others) <= 1, others

@@ -114,6 +114,7 @@ def test_a_program_continues_as_transformers_does(form: str, llama: str, folder:
     assert greedy(forward, prompt) == expected
 
 
+@pytest.mark.rotating
 def test_an_onnx_program_with_a_cache_writes_the_same_text(llama: str, folder: Path, command: Command) -> None:
     out = folder / "onnx-cache"
     code, printed = command("export", llama, "--to", "onnx", "--cache", "--out", str(out), "--json")

@@ -73,6 +73,7 @@ def test_what_is_dropped_follows_from_seed_step_sample_and_place() -> None:
         assert float(together) == pytest.approx(DROPPED**2 + (1 - DROPPED) ** 2, abs=0.03)
 
 
+@pytest.mark.rotating
 def test_compiled_layers_drop_others_in_each_step_and_are_compiled_once() -> None:
     recipe = tiny(model={"hidden_dropout": 0.1, "attention_dropout": 0.1}, train={"torch_compile": True})
     model = built(recipe)
