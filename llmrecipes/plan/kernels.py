@@ -19,11 +19,13 @@ def keeps_scores(recipe: Recipe, s: Shape, device: str) -> bool:
     """Whether core attention keeps the score matrix of each head, so that recomputing it saves memory.
 
     Fused kernels (torch's, TransformerEngine's) keep the log-sum-exp of each row and recompute the scores themselves.
-    On a CPU torch has none with dropout, or if keys and values differ in width; TransformerEngine's are not used with
-    `speed.attention_backend: unfused`.
+    On a CPU torch has none with dropout or sinks, or if keys and values differ in width; TransformerEngine's are not
+    used with `speed.attention_backend: unfused`.
     """
     if device == "cuda":
         return recipe.speed.attention_backend == "unfused" and not own_layers(recipe, device)
+    if recipe.model.softmax_type != "vanilla":
+        return True
     return recipe.model.attention_dropout > 0 or s.query_channels != s.value_channels
 
 

@@ -117,7 +117,7 @@ def layout(recipe: Recipe, world_size: int, cluster: Cluster) -> Layout:
             fix="expert_tensor_parallel_size 1, or even numbers with moe_pad_expert_input_to_capacity true",
         )
     _check_latent_attention(recipe, cluster)
-    _check_windows(recipe, cluster)
+    _check_attention(recipe, cluster)
     return Layout(
         world_size=world_size,
         tensor_model_parallel_size=tensor,
@@ -209,18 +209,28 @@ def _check_latent_attention(recipe: Recipe, cluster: Cluster) -> None:
         )
 
 
-def _check_windows(recipe: Recipe, cluster: Cluster) -> None:
-    """TransformerEngine's ring of keys and values knows no window; local layers gather them."""
-    transformer_engine, _ = expected_layers(recipe, cluster.device)
+def _check_attention(recipe: Recipe, cluster: Cluster) -> None:
+    """TransformerEngine's ring of keys and values knows no window, and only its kernels have sinks on a GPU."""
+    model = recipe.model
+    transformer_engine, reason = expected_layers(recipe, cluster.device)
     ranks = recipe.parallelism.context_parallel_size
     kind = recipe.speed.cp_comm_type
-    if recipe.model.window_size and transformer_engine and ranks > 1 and kind not in ("a2a", "all_gather"):
+    sinks = model.softmax_type != "vanilla"
+    if sinks and cluster.device == "cuda" and not transformer_engine:
         raise UserError(
-            f"{kind or 'p2p'} with window_size, context_parallel_size {ranks} and transformer_impl "
-            f"{recipe.model.transformer_impl}",
+            f"{model.softmax_type} in local layers on a GPU ({reason})",
+            where="model.softmax_type",
+            rule="torch has no kernel with sinks: all scores would be in memory",
+            fix="model.transformer_impl transformer_engine, or softmax_type vanilla",
+        )
+    having = ("a2a",) if sinks else ("a2a", "all_gather")
+    if (sinks or model.window_size) and transformer_engine and ranks > 1 and kind not in having:
+        raise UserError(
+            f"{kind or 'p2p'} with {'softmax_type' if sinks else 'window_size'}, context_parallel_size {ranks} and "
+            f"transformer_impl {model.transformer_impl}",
             where="speed.cp_comm_type",
-            rule="TransformerEngine has sliding windows only where ranks exchange heads or gather keys and values",
-            fix="cp_comm_type a2a or all_gather, or model.transformer_impl local",
+            rule="TransformerEngine has sinks only where ranks exchange heads, and windows also where they gather keys",
+            fix=f"cp_comm_type {' or '.join(having)}",
         )
 
 

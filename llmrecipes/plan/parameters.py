@@ -324,7 +324,8 @@ def _attention(model: Model, s: Shape, *, split_down: bool) -> _Part:
         width = s.query_size + s.key_size + s.value_size
         with_bias = bias or model.add_qkv_bias
         norms = 2 * _norms(model, s.query_channels) if model.qk_layernorm else 0
-        return output + _Part(shared=(h + with_bias) * width, whole=norms)
+        sinks = s.num_attention_heads if model.softmax_type == "learnable" else 0
+        return output + _Part(shared=(h + with_bias) * width + sinks, whole=norms)
     # arXiv 2405.04434, section 2.1: down to the latent vectors, then up to the heads; no biases.
     rank = model.kv_lora_rank
     down = h * (rank + model.qk_pos_emb_head_dim)

@@ -64,6 +64,8 @@ _YARN: dict[str, Any] = {
     "position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 8.0, "yarn_original_max_position_embeddings": 4,
     "yarn_beta_fast": 0.5, "yarn_beta_slow": 0.1,
 }  # fmt: skip
+# So small that the norm of the gradient, sinks included, sets each update.
+_CLIPPED: Sections = {"optimizer": {"lr": 1e-2, "adam_eps": 1e-2, "clip_grad": 0.1}}
 # Shorter than the chunks of context-parallel ranks; no two halves of the layers are alike.
 _WINDOWS: dict[str, Any] = {"window_size": [5, 0], "window_attn_skip_freq": [1, 0, 1, 1]}
 _MLA_YARN: dict[str, Any] = {
@@ -165,6 +167,18 @@ VARIANTS: dict[str, Sections] = {
     "llama": {"model": _LLAMA},
     "llama with yarn": {"model": {**_LLAMA, **_YARN}},
     "llama with windows": {"model": {**_LLAMA, **_WINDOWS}},
+    "gpt with sinks": {"model": {"softmax_type": "learnable", "init_method_std": 0.2}, **_CLIPPED},
+    # Without the sinks of other tensor-parallel ranks in the norm, each would be clipped otherwise.
+    "gpt that learns sinks and a norm": {
+        "model": {"softmax_type": "learnable", "init_method_std": 0.3},
+        "train": {"freeze": ["embedding.*", "*.linear_*", "*.layers.*layernorm*"], **_LONGER},
+        "optimizer": {"lr": 0.2, "adam_eps": 1e-2, "clip_grad": 0.1},
+    },
+    "gpt with a zero sink": {"model": {"softmax_type": "off-by-one"}},
+    "llama with sinks": {"model": {**_LLAMA, **_WINDOWS, "softmax_type": "learnable"}, **_CLIPPED},
+    "llama with sinks and dropout": {"model": {**_LLAMA, **_DROPOUT, "softmax_type": "learnable"}},
+    "packed llama with sinks": {"model": {**_LLAMA, "softmax_type": "learnable"}, **_PACKED},
+    "lora with sinks": {"model": {"softmax_type": "learnable"}, **_LORA},
     "llama without some rotations": {"model": {**_LLAMA, "no_rope_freq": [0, 1, 0, 0]}},
     "llama with windows and dropout": {"model": {**_LLAMA, **_WINDOWS, **_DROPOUT}},
     "llama in bf16": {"model": _LLAMA, "train": {"precision": "bf16"}},
@@ -410,6 +424,16 @@ NVME_ROW = Row(
 def _rows_of_windows() -> Iterator[Row]:
     for layout in ("dp2", "tp2", "tp2 sp", "pp2", "pp2 vpp2", "cp2", "cp4", "tp2 sp pp2 cp2", "pp2 vpp2 cp2 dp2"):
         yield Row("llama with windows", layout)
+    for layout in ("dp2", "tp2", "tp4", "tp2 sp", "pp2 vpp2", "cp2", "tp2 sp pp2 cp2"):
+        yield Row("gpt with sinks", layout)
+    for layout in ("tp2 sp", "pp2 vpp2", "cp2 dp2"):
+        yield Row("llama with sinks", layout)
+    for layout in ("tp2", "tp4 sp"):
+        yield Row("gpt that learns sinks and a norm", layout)
+    yield Row("gpt with a zero sink", "tp2 cp2")
+    yield Row("gpt with sinks", "dp2", _zero(3), engine="deepspeed")
+    for variant in ("llama with sinks and dropout", "packed llama with sinks", "lora with sinks"):
+        yield Row(variant, "tp2 sp")
     for layout in ("tp2 sp", "pp2 vpp2", "cp2"):
         yield Row("llama without some rotations", layout)
     yield Row("llama with windows", "pp2", {"train": _FULL})
@@ -795,6 +819,7 @@ CORE = frozenset(
         "gpt of 5 layers: pp2, account_for_embedding_in_pipeline_split",
         "llama: cp2",
         "llama with windows: tp2 sp pp2 cp2",
+        "gpt that learns sinks and a norm: tp2",
         "mixtral with windows: dp2 ep2",
         "llama in bf16: tp2 sp cp2",
         "gpt: tp2 sp dp2, overlap_grad_reduce, overlap_param_gather",
@@ -950,6 +975,8 @@ EMERGING_RESUMES = (
 RESUMES = (
     Resume("gpt with sgd", "tp2 sp", "pp2 dp2"),
     Resume("gpt", "dp1", "tp2 sp"),
+    Resume("gpt with sinks", "tp2 sp", "pp2 dp2"),
+    Resume("gpt with sinks", "dp1", "tp4"),
     Resume("pairs", "dp2", "tp2 sp"),
     Resume("gpt", "tp2 sp", "pp2"),
     Resume("gpt in int8", "tp2 sp", "pp2 dp2"),

@@ -67,7 +67,6 @@ def with_extra(**extra: Any) -> Recipe:
         ({}, "min_offloaded_tensor_size", 1.0, ("1.0", "int")),
         ({}, "min_offloaded_tensor_size", 1 << 63, ("9223372036854775808", "int")),
         ({}, "offload_modules", ["x" * 2000], ("list[str]",)),
-        ({}, "softmax_type", "flat", ("'flat'", "Literal['vanilla', 'off-by-one', 'learnable']")),
         ({}, "glu_linear_offset", None, ("None", "float")),
         ({}, "moe_shared_expert_gate", True, ("model.num_moe_experts",)),
         ({}, "mtp_detach_heads", True, ("model.mtp_num_layers",)),

@@ -805,6 +805,7 @@ CASES: dict[str, Case] = {
     "model.moe_ffn_hidden_size": Case(96, config, MOE),
     "model.moe_shared_expert_intermediate_size": Case(96, config, MOE),
     "model.no_rope_freq": Case([0, 1], config, ROPE),
+    "model.softmax_type": Case("learnable", config_on_cpu),
     "model.window_size": Case([3, 0], config),
     "model.window_attn_skip_freq": Case(2, config, {"model.window_size": [3, 0]}),
     "model.moe_layer_freq": Case([0, 1], config, MOE),

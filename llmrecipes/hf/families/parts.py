@@ -36,7 +36,8 @@ LATENT = _LATENT_SIZES | {"rope_type", *LATENT_YARN}
 """Keys of latent attention, with those of its rotation."""
 YARN = frozenset(key for key in Model.model_fields if key.startswith("yarn_"))
 """Keys of YaRN of other attention."""
-UNSUPPORTED = frozenset(key for key in Model.model_fields if key.startswith("mup_")) | {"extra", "no_rope_freq"}
+_MUP = frozenset(key for key in Model.model_fields if key.startswith("mup_"))
+UNSUPPORTED = _MUP | {"extra", "no_rope_freq", "softmax_type"}
 """Keys that no family has, or a single one: `default_only` of all others."""
 EXPERT_KEYS = frozenset(key for key in Model.model_fields if key.startswith("moe_"))
 """Keys of experts, which have no effect without `num_moe_experts`: rules refuse another value than the default."""

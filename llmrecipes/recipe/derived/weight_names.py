@@ -73,6 +73,8 @@ def _attention(model: Model, sizes: Shape) -> Named:
     yield "self_attention.linear_qkv.weight", (rows, sizes.hidden_size)
     if model.add_bias_linear or model.add_qkv_bias:
         yield "self_attention.linear_qkv.bias", (rows,)
+    if model.softmax_type == "learnable":
+        yield "self_attention.core_attention.softmax_offset", (sizes.num_attention_heads,)
     if model.qk_layernorm:
         yield from _norm(model, "self_attention.q_layernorm", sizes.kv_channels)
         yield from _norm(model, "self_attention.k_layernorm", sizes.kv_channels)

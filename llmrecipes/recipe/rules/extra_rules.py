@@ -110,7 +110,7 @@ _UNSUPPORTED_KINDS = {"inference_": _INFERENCE, "dsa_": _NOT_BUILT, "linear_": _
 LACKED_BY_LOCAL_LAYERS = (
     "activation_func_fp8_input_store", "apply_query_key_layer_scaling", "attention_softmax_in_fp32",
     "disable_parameter_transpose_cache", "flash_attention_version", "fp4", "fused_residual_rmsnorm",
-    "fused_single_qkv_rope", "layernorm_zero_centered_gamma", "memory_efficient_layer_norm", "softmax_type",
+    "fused_single_qkv_rope", "layernorm_zero_centered_gamma", "memory_efficient_layer_norm",
     "use_te_activation_func", "use_transformer_engine_op_fuser",
 )  # fmt: skip
 """Fields of TransformerEngine's kernels, and of what our attention and norm replace in megatron-core's own layers."""

@@ -21,7 +21,7 @@ Arguments = Mapping[str, Any]
 
 _SAME = (
     "num_layers", "hidden_size", "num_attention_heads", "normalization", "add_bias_linear", "qk_layernorm",
-    "multi_latent_attention",
+    "multi_latent_attention", "softmax_type",
 )  # fmt: skip
 """Arguments with the name and the meaning of the recipe's key."""
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
@@ -49,6 +49,7 @@ BY_ARGUMENT = frozenset(
         *_ROTARY, *_YARN, *LATENT_YARN, "rope_type", *_MUP, *_EXPERTS, "num_attention_heads", "num_query_groups",
         "kv_channels", "rope_scaling", "rope_scaling_factor", "layernorm_epsilon", "activation_func", "extra",
         "window_size", "window_attn_skip_freq", "no_rope_freq",
+        "softmax_type",
     }
 )  # fmt: skip
 """Keys that only the arguments show; without an argument, a recipe has the default."""
@@ -57,7 +58,6 @@ FIXED: Mapping[str, Any] = {
     "apply_layernorm_1p": False,
     "layernorm_zero_centered_gamma": False,
     "rotary_interleaved": False,
-    "softmax_type": "vanilla",
     "qk_l2_norm": False,
     "attention_output_gate": False,
     "experimental_attention_variant": None,

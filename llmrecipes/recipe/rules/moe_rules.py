@@ -17,7 +17,8 @@ _LATENT_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_d
                 *LATENT_YARN)  # fmt: skip
 # Keys that megatron-core's latent attention ignores, with their neutral values.
 _NOT_LATENT = {"num_query_groups": None, "kv_channels": None, "add_qkv_bias": False, "rotary_percent": 1.0,
-               "rope_scaling": False, "rotary_seq_len_interpolation_factor": None}  # fmt: skip
+               "rope_scaling": False, "rotary_seq_len_interpolation_factor": None,
+               "softmax_type": "vanilla"}  # fmt: skip
 
 
 def experts(recipe: Recipe) -> Iterator[Problem]:

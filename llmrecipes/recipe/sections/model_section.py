@@ -97,6 +97,8 @@ class Model(Section):
         OnlyWith("window_size"),
     ] = None
     """Layers without the window: every N-th, or a list with 1 (window) or 0 per layer; unset: none."""
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
+    """Sink of attention: a key without a value, whose score is 0 (`off-by-one`) or learned by each head."""
     qk_layernorm: bool = False
     """Normalise queries and keys before their dot product."""
     share_embeddings_and_output_weights: bool = True

@@ -270,6 +270,8 @@ def check(before: Recipe, after: Recipe, *, unstructured: bool) -> Iterator[Prob
             "with latent attention, only layers, neurons and experts can be removed",
             "--axes ffn",
         )
+    if ours.softmax_type == "learnable" and old.num_attention_heads != new.num_attention_heads:
+        yield Problem("model.softmax_type", "learnable with fewer heads", "sinks are not removed", "--axes ffn,hidden")
     if ours.use_mup and old.hidden_size != new.hidden_size:
         yield Problem(
             "model.hidden_size",

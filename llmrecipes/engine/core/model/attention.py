@@ -29,7 +29,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, 
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
 from llmrecipes.engine.core.model.dropout import Masks, dropped
 from llmrecipes.plan.kernels import attends_by_boundaries
@@ -85,6 +85,10 @@ class SdpaCoreAttention(MegatronModule):
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = softmax_scale
         self.before = tokens_before(config, layer_number)
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
         self._masks: Masks | None = None
         self._place = ""
         self.context_group: Any = None
@@ -234,10 +238,13 @@ class SdpaCoreAttention(MegatronModule):
                 key, value = _one_each(query, key, value)
         # [s, b, h, d] -> [b, h, s, d] and back, as views.
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        if dropout and self._masks is not None:
-            kept = partial(self._masks.of_scores, place=self._place, probability=dropout, begin=begin, device=q.device)
-            out = self._attend_and_drop(q, k, v, dropout, mask if is_dense else None, begin[1] - begin[2], kept)
-            return out.permute(2, 0, 1, 3)
+        if (dropout and self._masks is not None) or self.config.softmax_type != "vanilla":
+            drop = partial(F.dropout, p=dropout)
+            if dropout and self._masks is not None:
+                place, draw = self._place, self._masks.of_scores
+                kept = partial(draw, place=place, probability=dropout, begin=begin, device=q.device)
+                drop = partial(_dropped, draw=kept, probability=dropout)
+            return self._attend_by_scores(q, k, v, mask if is_dense else None, drop).permute(2, 0, 1, 3)
         out = F.scaled_dot_product_attention(
             q,
             k,
@@ -250,23 +257,20 @@ class SdpaCoreAttention(MegatronModule):
         )
         return out.permute(2, 0, 1, 3)
 
-    def _attend_and_drop(
+    def _attend_by_scores(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        dropout: float,
         mask: torch.Tensor | None,
-        before: int,
-        draw: Callable[[torch.Size], torch.Tensor],
+        drop: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """What torch computes on a CPU where something is dropped.
+        """What torch computes on a CPU where something is dropped, and what it has no kernel for: sinks.
 
         Args:
-            query, key, value: [b, heads, s, channels].
+            query, key, value: [b, heads, s, channels]; the last query and the last key have the same position.
             mask: true, or 0 if not bool, where a query sees a key; None: causal.
-            before: keys before the first query.
-            draw: the mask of dropout, of the size of the scores.
+            drop: dropout of probabilities.
         """
         copies = query.size(1) // key.size(1)
         if copies > 1:
@@ -274,15 +278,36 @@ class SdpaCoreAttention(MegatronModule):
         root = math.sqrt(self._scale(query))
         scores = (query.float() * root) @ (key.float() * root).transpose(2, 3)
         if mask is None:
+            before = key.size(2) - query.size(2)
             mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=query.device).tril(before)
         if mask.dtype != torch.bool:
             mask = mask == 0
-        probabilities = torch.softmax(scores.masked_fill_(~mask, -math.inf), -1)
-        return (dropped(probabilities, draw(scores.shape), dropout) @ value.float()).to(query.dtype)
+        probabilities = self._softmax(scores.masked_fill_(~mask, -math.inf))
+        return (drop(probabilities) @ value.float()).to(query.dtype)
 
-    def sharded_state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
-        """No parameters, nothing to save."""
-        return {}
+    def _softmax(self, scores: torch.Tensor) -> torch.Tensor:
+        """With a sink, a key of each head's own score whose value is nothing (arXiv 2309.17453)."""
+        if self.config.softmax_type == "vanilla":
+            return torch.softmax(scores, -1)
+        offset = scores.new_zeros(scores.size(1)) if self.softmax_offset is None else self.softmax_offset.float()
+        sinks = offset.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        return torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """The sinks of all heads, split over tensor-parallel ranks; nothing without."""
+        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+        return state
+
+
+def _dropped(values: torch.Tensor, draw: Callable[[torch.Size], torch.Tensor], probability: float) -> torch.Tensor:
+    return dropped(values, draw(values.shape), probability)
 
 
 def _one_each(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

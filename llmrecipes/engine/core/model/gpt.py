@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.moe import fused_a2a
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -465,6 +466,10 @@ def _chunk(plan: Plan, config: TransformerConfig, implementation: Any, stage: in
         rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, factor=model.rope_scaling_factor)
     if config.rotary_interleaved and (embedding := getattr(module, "rotary_pos_emb", None)) is not None:
         embedding.rotary_interleaved = True  # which it does not pass on either
+    for part in module.modules():
+        if isinstance(offset := getattr(part, "softmax_offset", None), torch.nn.Parameter):
+            # megatron-core leaves out the mark, without which only the first rank's sinks are in the gradient norm.
+            set_tensor_model_parallel_attributes(offset, True, 0, 1)
     module.extra = model.extra
     module.label_smoothing = plan.recipe.train.label_smoothing
     module.z_loss_coeff = plan.recipe.train.z_loss_coeff

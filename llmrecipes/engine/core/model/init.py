@@ -33,6 +33,7 @@ from llmrecipes.recipe.schema import Model
 OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
 EMBEDDINGS = ("word_embeddings.weight", "position_embeddings.weight")
 OUTPUT_LAYER = "output_layer.weight"
+SINKS = "softmax_offset"
 
 DRAWN_AT_ONCE = 1 << 20
 """Elements that a thread draws at a time: a rank holds few besides its weights."""
@@ -44,8 +45,8 @@ def initialise(state: dict[str, Any], model: Model, seed: int, *, only: str = ""
     Weight matrices follow `model.init_method`: normal(0, `init_method_std`), Xavier uniform (Glorot and Bengio, 2010)
     or Kaiming normal (arXiv 1502.01852), scaled by 1/sqrt(2 × num_layers) if they write into the residual stream
     (GPT-2, Radford et al. 2019, section 2.3). Of an adapter A is uniform up to 1/sqrt(its columns), as PEFT's, and B 0:
-    training starts from the base model. Embeddings are normal, norms 1, biases 0. With `model.use_mup` all but
-    embeddings and output layer are divided by the root of the width multiplier.
+    training starts from the base model. Embeddings and sinks are normal, norms 1, biases 0. With `model.use_mup` all
+    but these and the output layer are divided by the root of the width multiplier.
 
     Args:
         state: sharded state dict of a model, whose tensors are its parameters.
@@ -112,7 +113,7 @@ def values(
         size: of the slice.
     """
     key = name.partition("[")[0]
-    if len(shape) == 1:
+    if len(shape) == 1 and not key.endswith(SINKS):
         # The only one-dimensional weights are those of norms; fused ones are called layer_norm_weight.
         return torch.ones(*size) if key.endswith("weight") else torch.zeros(*size)
     if key.endswith(lora.B):
@@ -124,7 +125,7 @@ def values(
     if key.endswith(lora.A):
         distribution = philox.uniform
         scale = 1 / math.sqrt(fan_in)
-    elif key.endswith(EMBEDDINGS) or model.init_method == "normal":
+    elif key.endswith((*EMBEDDINGS, SINKS)) or model.init_method == "normal":
         scale = model.init_method_std
     elif model.init_method == "xavier_uniform":
         distribution = philox.uniform
@@ -134,7 +135,7 @@ def values(
     if key.endswith(OUTPUT_PROJECTIONS):
         scale /= math.sqrt(2.0 * model.num_layers)
     factors = mup(model)
-    if factors and not key.endswith((*EMBEDDINGS, OUTPUT_LAYER)):
+    if factors and not key.endswith((*EMBEDDINGS, OUTPUT_LAYER, SINKS)):
         scale /= math.sqrt(factors.width_mult)
     drawn = distribution(_key(seed, name), shape, offset, size)
     drawn *= scale

@@ -33,6 +33,7 @@ _REPLACED = (
     (_FUNCTIONAL, "dropout"),
     (_FUNCTIONAL, "rms_norm"),
     (f"{_ATTENTION}.SdpaCoreAttention", "_attend_over_context"),
+    (f"{_ATTENTION}.SdpaCoreAttention", "_attend_by_scores"),
     (_LATENT, "TELinear"),
     ("llmrecipes.engine.core.model.layer_spec", "_use_ours"),
     ("megatron.core.transformer.transformer_layer.TransformerLayer", "__init__"),
@@ -61,12 +62,14 @@ def install_kernels(device: str) -> None:
         "dropout": _dropout,
         "rms_norm": _rms_norm,
         "_attend_over_context": _ring_attention,
+        "_attend_by_scores": _sink_attention,
         "TELinear": DuplicatedLinear,
         "_use_ours": _use_duplicated,
         "__init__": _with_fused_norms,
     }
     originals = {name: on_gpu[name] for name in ("scaled_dot_product_attention", "dropout", "rms_norm")}
     unfused = {**on_gpu, "scaled_dot_product_attention": _unfused_attention}
+    del unfused["_attend_by_scores"]
     of_device = {"cuda": on_gpu, "cuda, local": originals, "cuda, unfused": unfused}
     chosen = of_device.get(device, {"scaled_dot_product_attention": _cpu_attention})
     chosen = {**chosen, **_COMPILED}
@@ -98,6 +101,11 @@ def _flash_attention(
     causal = is_causal or attn_mask is not None
     output: torch.Tensor = _FlashAttention.apply(query, key, value, causal)
     return output
+
+
+def _sink_attention(_module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    """cuDNN's, which adds a key to each row; arguments as `SdpaCoreAttention._attend_by_scores`."""
+    return _flash_attention(query, key, value, is_causal=True)
 
 
 def _unfused_attention(
