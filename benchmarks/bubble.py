@@ -24,7 +24,7 @@ from benchmarks.common import close, machine, parser, show
 from benchmarks.ranks import run, small
 
 SHAPE = ("model.num_layers=8", "model.hidden_size=256", "model.seq_length=128", "model.vocab_size=1024",
-         "train.micro_batch_size=1")  # fmt: skip
+         "layout.micro_batch_size=1")  # fmt: skip
 CASES = ((2, 4, 1), (2, 8, 1), (4, 8, 1), (2, 4, 2), (2, 8, 2), (2, 8, 4), (4, 8, 2))
 """Stages, micro-batches, chunks."""
 
@@ -86,9 +86,9 @@ def formula(stages: int, micro_batches: int, chunks: int) -> float:
 
 def measure(stages: int, micro_batches: int, chunks: int, repeats: int) -> dict[str, Any]:
     """Idle shares of one schedule."""
-    changes = [f"parallelism.pipeline_model_parallel_size={stages}", f"train.global_batch_size={micro_batches}"]
+    changes = [f"layout.pipeline_model_parallel_size={stages}", f"train.global_batch_size={micro_batches}"]
     if chunks > 1:
-        changes.append(f"parallelism.virtual_pipeline_model_parallel_size={chunks}")
+        changes.append(f"layout.virtual_pipeline_model_parallel_size={chunks}")
     reports = run(small("gpt-tiny", *SHAPE, *changes), stages, warmup=2, steps=0, record=repeats)
     steps = [report["passes"] for report in reports]
     ranks = [[Pass(each["kind"], each["chunk"], each["micro_batch"]) for each in of_rank[0]] for of_rank in steps]

@@ -177,7 +177,7 @@ def _parts(plan: Plan, parameters: int, replicas: int) -> int:
     """Parts of tensors that a rank writes: in each bucket a range, at an end of two parameters, of three boxes each."""
     chunks = plan.layout.virtual_pipeline_model_parallel_size
     first = parameters / chunks
-    buckets = -(-first // max(BUCKET, 1_000_000 * replicas)) if plan.recipe.parallelism.overlap_grad_reduce else 1
+    buckets = -(-first // max(BUCKET, 1_000_000 * replicas)) if plan.recipe.layout.overlap_grad_reduce else 1
     return int(buckets + chunks - 1) * 2 * 3 * 4
 
 
@@ -239,7 +239,12 @@ def main() -> None:
     started_on = machine()
     figures: dict[str, Any] = {}
     if chosen.only != "calculated":
-        sizes = ("model.num_layers=8", "model.hidden_size=512", "train.micro_batch_size=1", "train.global_batch_size=4")
+        sizes = (
+            "model.num_layers=8",
+            "model.hidden_size=512",
+            "layout.micro_batch_size=1",
+            "train.global_batch_size=4",
+        )
         found = measured(small(chosen.recipe, *sizes))
         figures["measured"] = found
         rows = []

@@ -40,12 +40,12 @@ def measure(recipe_name: str, saves: int) -> list[dict[str, Any]]:
     from llmrecipes.plan.derive import derive
 
     recipe = load(recipe_name).recipe
-    micro, length = recipe.train.micro_batch_size, recipe.model.seq_length
+    micro, length = recipe.layout.micro_batch_size, recipe.model.seq_length
     rest = {"loss_mask": torch.ones(micro, length), "position_ids": torch.arange(length).repeat(micro, 1)}
     batches = ({"tokens": tokens, "labels": labels, **rest} for tokens, labels in micro_batches(recipe))
     platform = select()
     platform.install()
-    with join(platform, recipe.train.seed, recipe.parallelism) as world, tempfile.TemporaryDirectory() as folder:
+    with join(platform, recipe.train.seed, recipe.layout) as world, tempfile.TemporaryDirectory() as folder:
         plan = derive(recipe, world.size, detect())
         engine = MegatronEngine(plan, build(plan, platform), platform)
         store = CheckpointStore(Path(folder) / "checkpoints")

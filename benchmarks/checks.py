@@ -62,10 +62,10 @@ class Case:
 
 SHALLOW = ("model.num_layers=2", "model.seq_length=128")
 WHOLE = tuple(
-    f"parallelism.{name}"
+    f"layout.{name}"
     for name in ("tensor_model_parallel_size=1", "pipeline_model_parallel_size=1", "sequence_parallel=false")
 )
-EXPERTS = (*SHALLOW, "model.moe_ffn_hidden_size=128", "parallelism.expert_model_parallel_size=1")
+EXPERTS = (*SHALLOW, "model.moe_ffn_hidden_size=128", "layout.expert_model_parallel_size=1")
 CHAT = ("train.train_iters=100", "train.eval_interval=25", *BASE[-2:])
 HEALTHY = {
     "gpt-tiny": Case("gpt-tiny"),

@@ -30,7 +30,7 @@ def ours(recipe: Recipe, session: Session) -> None:
     platform = engines.platform()
 
     def batches() -> Iterator[Batch]:
-        micro, length = recipe.train.micro_batch_size, recipe.model.seq_length
+        micro, length = recipe.layout.micro_batch_size, recipe.model.seq_length
         rest = {
             "loss_mask": torch.ones(micro, length),
             "position_ids": torch.arange(length).expand(micro, -1).contiguous(),
@@ -62,7 +62,7 @@ def ours_fused(recipe: Recipe, session: Session) -> None:
     """This project with the functions that are compiled by default on a GPU only."""
     names = {"bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion", "cross_entropy_loss_fusion"}
     wanted = {name: True for name in sorted(names) if FEATURES[name].recipe(recipe) is None}
-    ours(recipe.model_copy(update={"speed": recipe.speed.model_copy(update=wanted)}), session)
+    ours(recipe.model_copy(update={"layout": recipe.layout.model_copy(update=wanted)}), session)
 
 
 def litgpt(recipe: Recipe, session: Session) -> None:
@@ -111,7 +111,7 @@ def litgpt(recipe: Recipe, session: Session) -> None:
     )
     source = micro_batches(recipe)
 
-    parts = recipe.train.global_batch_size // recipe.train.micro_batch_size
+    parts = recipe.train.global_batch_size // recipe.layout.micro_batch_size
 
     def step() -> float:
         total = torch.zeros((), device=device)
@@ -136,9 +136,8 @@ def hf_trainer_compiled(recipe: Recipe, session: Session) -> None:
 
 
 def ours_compiled(recipe: Recipe, session: Session) -> None:
-    """This project with `train.torch_compile`."""
-    train = recipe.train.model_copy(update={"torch_compile": True})
-    ours(recipe.model_copy(update={"train": train}), session)
+    """This project with `layout.torch_compile`."""
+    ours(recipe.with_layout(torch_compile=True), session)
 
 
 CONTENDERS: dict[str, Callable[[Recipe, Session], None]] = {

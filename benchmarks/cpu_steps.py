@@ -24,20 +24,20 @@ from llmrecipes.plan.derive import derive
 from llmrecipes.plan.speed.forecast import forecast
 from llmrecipes.recipe.load import load
 
-_TENSOR = ("parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true")
+_TENSOR = ("layout.tensor_model_parallel_size=2", "layout.sequence_parallel=true")
 _BIG = ("model.hidden_size=384", "model.num_layers=4")
 LAYOUTS: tuple[tuple[str, str, int, tuple[str, ...]], ...] = (
     ("gpt-tiny", "gpt-tiny", 1, ()),
     ("gpt-tiny, 4 layers of 384", "gpt-tiny", 1, _BIG),
-    ("gpt-tiny, sequences of 512", "gpt-tiny", 1, ("model.seq_length=512", "train.micro_batch_size=2")),
+    ("gpt-tiny, sequences of 512", "gpt-tiny", 1, ("model.seq_length=512", "layout.micro_batch_size=2")),
     ("gpt-tiny, 16,384 words", "gpt-tiny", 1, ("model.vocab_size=16384",)),
     ("gpt-tiny, data 2", "gpt-tiny", 2, ()),
     ("gpt-tiny, tensor 2", "gpt-tiny", 2, _TENSOR),
-    ("gpt-tiny, 4 layers of 384, pipeline 2", "gpt-tiny", 2, (*_BIG, "parallelism.pipeline_model_parallel_size=2")),
+    ("gpt-tiny, 4 layers of 384, pipeline 2", "gpt-tiny", 2, (*_BIG, "layout.pipeline_model_parallel_size=2")),
     ("gpt-tiny, sequences of 512, context 2", "gpt-tiny", 2,
-     ("model.seq_length=512", "train.micro_batch_size=2", "parallelism.context_parallel_size=2")),
+     ("model.seq_length=512", "layout.micro_batch_size=2", "layout.context_parallel_size=2")),
     ("moe-tiny, expert 2", "moe-tiny", 2, ()),
-    ("moe-tiny, one rank", "moe-tiny", 1, ("parallelism.expert_model_parallel_size=1",)),
+    ("moe-tiny, one rank", "moe-tiny", 1, ("layout.expert_model_parallel_size=1",)),
 )  # fmt: skip
 AIM = 0.15
 

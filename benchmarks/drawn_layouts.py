@@ -57,12 +57,12 @@ def drawn(number: int, seed: int = SEED) -> DryRunSpec:
         overrides = [f"{name}={_text(value)}" for name, value in keys.items() if value is not None]
         try:
             recipe = load(_BASE, [*FORMER, *overrides]).recipe
-            least = smallest_world(recipe.parallelism)
+            least = smallest_world(recipe.layout)
             world = least * chance.choice((1, 1, 2, 4))
             # A multiple of all micro-batches that the ranks and an interleaved pipeline take at once.
-            replicas = world // model_parallel_size(recipe.parallelism)
-            stages = recipe.parallelism.pipeline_model_parallel_size
-            together = recipe.train.micro_batch_size * replicas
+            replicas = world // model_parallel_size(recipe.layout)
+            stages = recipe.layout.pipeline_model_parallel_size
+            together = recipe.layout.micro_batch_size * replicas
             number_of = stages * chance.choice((1, 2)) if stages > 1 else chance.choice((1, 2))
             recipe = load(_BASE, [*FORMER, *overrides, f"train.global_batch_size={together * number_of}"]).recipe
             cluster = planned("laptop" if on_cpu else "h100-ib", None, world)
@@ -101,7 +101,7 @@ def described(spec: DryRunSpec) -> str:
     base, found = load(_BASE, list(FORMER)).recipe.model_dump(), spec.recipe.model_dump()
     changed = [
         f"{section}.{key}={_text(value)}"
-        for section in ("model", "parallelism", "train")
+        for section in ("model", "layout", "train")
         for key, value in found[section].items()
         if value != base[section][key]
     ]
@@ -113,23 +113,23 @@ def _keys(chance: random.Random, *, on_cpu: bool) -> Iterator[tuple[str, Any]]:
     chunks = chance.choice((None, None, 2, 3)) if stages > 1 else None
     tensor = chance.choice((1, 1, 2, 4))
     yield from {
-        "parallelism.tensor_model_parallel_size": tensor,
-        "parallelism.sequence_parallel": tensor > 1 and chance.random() < 0.7,
-        "parallelism.pipeline_model_parallel_size": stages,
-        "parallelism.virtual_pipeline_model_parallel_size": chunks,
-        "parallelism.context_parallel_size": chance.choice((1, 1, 1, 2, 4)),
-        "parallelism.use_distributed_optimizer": (distributed := chance.random() < 0.75),
-        "parallelism.overlap_grad_reduce": (overlap := chance.random() < 0.5),
-        "parallelism.overlap_param_gather": distributed and overlap and chance.random() < 0.5,
-        "parallelism.grad_reduce_in_fp32": chance.random() < 0.75,
+        "layout.tensor_model_parallel_size": tensor,
+        "layout.sequence_parallel": tensor > 1 and chance.random() < 0.7,
+        "layout.pipeline_model_parallel_size": stages,
+        "layout.virtual_pipeline_model_parallel_size": chunks,
+        "layout.context_parallel_size": chance.choice((1, 1, 1, 2, 4)),
+        "layout.use_distributed_optimizer": (distributed := chance.random() < 0.75),
+        "layout.overlap_grad_reduce": (overlap := chance.random() < 0.5),
+        "layout.overlap_param_gather": distributed and overlap and chance.random() < 0.5,
+        "train.grad_reduce_in_fp32": chance.random() < 0.75,
         # Of such small models it is a part that the formulas, which leave it out, would be blamed for.
-        "speed.ddp_pad_buckets_for_high_nccl_busbw": False,
-        "train.micro_batch_size": chance.choice((1, 1, 2, 4)),
+        "layout.ddp_pad_buckets_for_high_nccl_busbw": False,
+        "layout.micro_batch_size": chance.choice((1, 1, 2, 4)),
         "train.precision": chance.choice(("bf16", "bf16", "bf16", "fp16", "fp32")),
     }.items()
     layers = stages * (chunks or 1) * chance.choice((1, 2, 2, 4))
     if chance.random() < 0.2:
-        yield "parallelism.account_for_loss_in_pipeline_split", True
+        yield "layout.account_for_loss_in_pipeline_split", True
         layers -= 1
     yield "model.num_layers", layers
     yield from _recompute(chance)
@@ -175,10 +175,10 @@ def _keys(chance: random.Random, *, on_cpu: bool) -> Iterator[tuple[str, Any]]:
 
 def _recompute(chance: random.Random) -> Iterator[tuple[str, Any]]:
     granularity = chance.choice((None, None, "selective", "full"))
-    yield "train.recompute_granularity", granularity
+    yield "layout.recompute_granularity", granularity
     if granularity == "full":
-        yield "train.recompute_method", chance.choice(("uniform", "block"))
-        yield "train.recompute_num_layers", chance.choice((1, 2))
+        yield "layout.recompute_method", chance.choice(("uniform", "block"))
+        yield "layout.recompute_num_layers", chance.choice((1, 2))
 
 
 def _experts(
@@ -197,8 +197,8 @@ def _experts(
         "model.moe_router_pre_softmax": chance.random() < 0.3,
         "model.moe_router_dtype": chance.choice(("fp32", "fp32", "fp64", None)),
         "model.moe_token_dispatcher_type": chance.choice(("alltoall", "alltoall", "alltoall", "allgather")),
-        "parallelism.expert_model_parallel_size": chance.choice((1, 2, 4, 8)),
-        "parallelism.expert_tensor_parallel_size": 1 if on_cpu else chance.choice((None, 1, tensor)),
+        "layout.expert_model_parallel_size": chance.choice((1, 2, 4, 8)),
+        "layout.expert_tensor_parallel_size": 1 if on_cpu else chance.choice((None, 1, tensor)),
     }.items()
 
 

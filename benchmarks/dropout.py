@@ -35,7 +35,7 @@ def main() -> None:
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     platform = select()
     platform.install()
-    with join(platform, 1, recipes[WAYS[0]].parallelism):
+    with join(platform, 1, recipes[WAYS[0]].layout):
         for _ in range(arguments.rounds):
             for way, recipe in recipes.items():
                 create = dropout.create if way != WAYS[1] else lambda *_args, **_options: None

@@ -44,7 +44,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     cluster = "laptop" if ON_CPUS in name else "h100-ib"
     plan = plan_on(load(name, []).recipe, nproc=None, cluster=cluster, nodes=None)[0].largest
     layout, recipe = plan.layout, plan.recipe
-    batch = 2 * layout.pipeline_model_parallel_size * layout.data_parallel_size * recipe.train.micro_batch_size
+    batch = 2 * layout.pipeline_model_parallel_size * layout.data_parallel_size * recipe.layout.micro_batch_size
     short = as_run(recipe)
     short = short.model_copy(update={"train": short.train.model_copy(update={"global_batch_size": batch})})
     reports = dry_run(short, folder, _say, cluster=cluster, stages=True).reports

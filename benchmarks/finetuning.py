@@ -72,7 +72,7 @@ class Contender:
 def _counting(recipe: Recipe, dataset: Dataset[Any], contender: Contender) -> Iterator[Batch]:
     train = recipe.train
     for batch in batches(
-        dataset, consumed_samples=0, micro_batch_size=train.micro_batch_size,
+        dataset, consumed_samples=0, micro_batch_size=recipe.layout.micro_batch_size,
         global_batch_size=train.global_batch_size, data_parallel_rank=0, data_parallel_size=1, num_workers=0,
         prefetch_factor=1, pin_memory=False,
     ):  # fmt: skip

@@ -2,7 +2,7 @@
 
 ADAMW = (
     "optimizer={lr: 1e-2, min_lr: 0.0, adam_beta2: 0.96, weight_decay: 0.7}",
-    "parallelism.use_distributed_optimizer=true",
+    "layout.use_distributed_optimizer=true",
 )
 UNGATED = ("model.gated_linear_unit=false", "model.activation_func=gelu", "model.ffn_hidden_size=null")
 FORMER = (*ADAMW, *UNGATED, "model.init_method_std=0.08")

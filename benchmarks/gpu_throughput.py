@@ -1,7 +1,7 @@
 """tokens/s, MFU and peak memory on one GPU in bf16, beside Hugging Face's Trainer, litgpt and compiled plain PyTorch.
 
     python -m benchmarks.gpu_throughput --json gpu.json
-    python -m benchmarks.gpu_throughput --recipes gpt-1b --set train.micro_batch_size=4 --set train.torch_compile=true
+    python -m benchmarks.gpu_throughput --recipes gpt-1b --set layout.micro_batch_size=4 --set layout.torch_compile=true
 
 One process after the other, so that each has the GPU's memory to itself. A step is `--accumulate` micro-batches of the
 recipe's size. MFU counts matrix products only (`flops_per_token`): `full` with all attention positions, `causal`
@@ -36,7 +36,7 @@ COLUMNS = ("", "parameters", "tokens/s", "MFU full", "MFU causal", "peak GiB", "
 def sized(recipe_name: str, changes: list[str], accumulate: int) -> Recipe:
     """A recipe whose step is some micro-batches."""
     recipe = load(recipe_name, changes).recipe
-    batch = recipe.train.micro_batch_size * accumulate
+    batch = recipe.layout.micro_batch_size * accumulate
     return load(recipe_name, [*changes, f"train.global_batch_size={batch}"]).recipe
 
 
@@ -64,7 +64,7 @@ def measure(
         "peak_memory": turn.get("peak_memory", 0),
         "first_step_seconds": first["seconds"][0],
         "losses": [first["losses"][0], turn["losses"][-1]],
-        "micro_batch_size": recipe.train.micro_batch_size,
+        "micro_batch_size": recipe.layout.micro_batch_size,
     }
     for key, causal in (("mfu_full", False), ("mfu_causal", True)):
         found[key] = (
@@ -134,7 +134,7 @@ def main() -> int:
             ]
             for name, values in found.items()
         ]
-        batch = f"{recipe.train.micro_batch_size} x {chosen.accumulate}"
+        batch = f"{recipe.layout.micro_batch_size} x {chosen.accumulate}"
         show(f"{recipe.name}: {recipe.train.precision}, micro-batch {batch}", COLUMNS, rows)
         figures[recipe.name] = found
     close(figures, started_on, chosen.json)

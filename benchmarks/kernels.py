@@ -67,9 +67,9 @@ SWIGLU = "megatron.core.fusions.fused_bias_swiglu"
 OPAQUE = ("swiglu", "bias_swiglu", "weighted_swiglu", "swiglu_back", "bias_swiglu_back", "weighted_swiglu_back")
 VARIANTS: dict[str, dict[str, Any]] = {
     "as planned": {},
-    "without bias_activation_fusion": {"speed.bias_activation_fusion": False},
-    "without apply_rope_fusion": {"speed.apply_rope_fusion": False},
-    "without cross_entropy_loss_fusion": {"speed.cross_entropy_loss_fusion": False},
+    "without bias_activation_fusion": {"layout.bias_activation_fusion": False},
+    "without apply_rope_fusion": {"layout.apply_rope_fusion": False},
+    "without cross_entropy_loss_fusion": {"layout.cross_entropy_loss_fusion": False},
 }
 
 
@@ -339,7 +339,7 @@ def planned(name: str, overrides: list[str], changes: dict[str, Any]) -> Plan:
     """A recipe on one H200 with one micro-batch."""
     texts = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
     recipe = load(name, [*overrides, "model.transformer_impl=local", *texts]).recipe
-    train = recipe.train.model_copy(update={"global_batch_size": recipe.train.micro_batch_size})
+    train = recipe.train.model_copy(update={"global_batch_size": recipe.layout.micro_batch_size})
     gpu = DetectedGpu("NVIDIA H200", 139 << 30, 139 << 30, 989.4)
     return derive(recipe.model_copy(update={"train": train}), 1, changed(detect(), gpus=(gpu,)))
 

@@ -24,7 +24,7 @@ from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe
 
 ALLOWED = 0.05
-SAME = ("model.num_layers=4", "model.hidden_size=256", "model.seq_length=128", "train.micro_batch_size=2",
+SAME = ("model.num_layers=4", "model.hidden_size=256", "model.seq_length=128", "layout.micro_batch_size=2",
         "train.global_batch_size=8")  # fmt: skip
 OVERLAP = "overlap_grad_reduce=true overlap_param_gather=true"
 
@@ -72,7 +72,7 @@ GATHERED_TWICE = "moe ep2, not overlapped"
 
 def recipe_of(layout: Layout) -> Recipe:
     """What a row trains: with the optimizer and the shape that the formulas of the papers are about."""
-    keys = [f"parallelism.{change}" for change in layout.parallelism.split()]
+    keys = [f"layout.{change}" for change in layout.parallelism.split()]
     former = FORMER if layout.recipe == "gpt-tiny" else ()
     return small(layout.recipe, *former, *SAME, *keys, *layout.others)
 

@@ -28,10 +28,13 @@ def recipe(layers: int, lora: dict[str, Any] | None) -> Recipe:
         **LLAMA, "num_layers": layers, "hidden_size": 512, "num_attention_heads": 8, "ffn_hidden_size": 1408,
         "seq_length": 256, "vocab_size": 8192,
     }  # fmt: skip
-    train = {"train_iters": 1000, "micro_batch_size": 2, "global_batch_size": 4, "precision": "fp32"}
+    train = {"train_iters": 1000, "global_batch_size": 4, "precision": "fp32"}
     return Recipe.model_validate(
-        {"name": "lora-bench", "model": model, "train": train, "optimizer": {"lr": 1e-4}, "lora": lora}
-    )
+        {
+            "name": "lora-bench", "model": model, "train": train, "optimizer": {"lr": 1e-4}, "lora": lora,
+            "layout": {"micro_batch_size": 2},
+        }
+    )  # fmt: skip
 
 
 def main() -> None:

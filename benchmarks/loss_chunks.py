@@ -21,7 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt-tiny": {},
     "14M GPT": {
         "model.num_layers": 6, "model.hidden_size": 192, "model.num_attention_heads": 6, "model.vocab_size": 50257,
-        "model.seq_length": 512, "train.micro_batch_size": 8, "train.global_batch_size": 8,
+        "model.seq_length": 512, "layout.micro_batch_size": 8, "train.global_batch_size": 8,
     },
 }  # fmt: skip
 CHUNKS = (0, 2048, 512, 128)
@@ -46,7 +46,7 @@ def child(model: str, tokens: int, steps: int) -> dict[str, Any]:
     from llmrecipes.recipe.load import load
 
     torch.set_num_threads(1)
-    changes = {**MODELS[model], "train.loss_chunk_tokens": tokens}
+    changes = {**MODELS[model], "layout.loss_chunk_tokens": tokens}
     recipe = load("gpt-tiny", [f"{key}={value}" for key, value in changes.items()]).recipe
     engines = backend(recipe)
     platform = engines.platform()

@@ -95,12 +95,12 @@ def main() -> None:
 
 def measured_recipe(name: str, ranks: int) -> Recipe:
     """The recipe with everything measured; its batch divides by the ranks."""
-    batch = load(name).recipe.train
-    size = math.gcd(batch.micro_batch_size, max(1, batch.global_batch_size // ranks))
+    recipe = load(name).recipe
+    size = math.gcd(recipe.layout.micro_batch_size, max(1, recipe.train.global_batch_size // ranks))
     return load(
         name,
         [
-            f"train.micro_batch_size={size}", f"train.log_interval={BLOCK}", f"train.train_iters={NEVER}",
+            f"layout.micro_batch_size={size}", f"train.log_interval={BLOCK}", f"train.train_iters={NEVER}",
             f"scheduler.lr_decay_iters={NEVER}", f"tracking.layers_interval={LAYERS_EVERY}",
             "tracking.mlflow=true", "tracking.tensorboard=true", "tracking.prometheus=true",
         ],

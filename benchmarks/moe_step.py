@@ -19,7 +19,7 @@ from llmrecipes.plan.parameters import count
 from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.schema import Recipe
 
-SAME = ("model.num_layers=4", "model.hidden_size=256", "model.seq_length=256", "train.micro_batch_size=4",
+SAME = ("model.num_layers=4", "model.hidden_size=256", "model.seq_length=256", "layout.micro_batch_size=4",
         "train.global_batch_size=4")  # fmt: skip
 EXPERTS = (2, 8, 32)
 
@@ -28,7 +28,7 @@ def models() -> dict[str, Recipe]:
     """The dense model first."""
     made = {"dense": small("gpt-tiny", *SAME)}
     for number in EXPERTS:
-        keys = (f"model.num_moe_experts={number}", "parallelism.expert_model_parallel_size=1")
+        keys = (f"model.num_moe_experts={number}", "layout.expert_model_parallel_size=1")
         made[f"2 of {number} experts"] = small("moe-tiny", *SAME, *keys)
     return made
 

@@ -38,13 +38,13 @@ def recipe(width: int, rate: float, *, use_mup: bool, steps: int, seed: int) -> 
                 "add_bias_linear": False, "share_embeddings_and_output_weights": False, **mup,
             },
             "train": {
-                "train_iters": steps, "micro_batch_size": 8, "global_batch_size": 8, "precision": "fp32",
-                "eval_interval": steps, "eval_iters": 16, "seed": seed,
+                "train_iters": steps, "global_batch_size": 8, "precision": "fp32",
+                "eval_interval": steps, "eval_iters": 16, "seed": seed
             },
             "optimizer": {"lr": rate},
             "scheduler": {"lr_warmup_iters": steps // 10},
             "data": {"num_workers": 0},
-            "tracking": {"mlflow": False, "tensorboard": False},
+            "tracking": {"mlflow": False, "tensorboard": False},"layout": {"micro_batch_size": 8}
         }
     )  # fmt: skip
 

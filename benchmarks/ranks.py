@@ -67,7 +67,7 @@ def _main() -> None:
     recipe = Recipe.model_validate_json(job["recipe"])
     platform = select()
     platform.install()
-    with join(platform, recipe.train.seed, recipe.parallelism) as world:
+    with join(platform, recipe.train.seed, recipe.layout) as world:
         plan = derive(recipe, world.size, detect())
         engine = MegatronEngine(plan, build(plan, platform), platform)
         batches = random_tokens(recipe, world.data_parallel_rank)

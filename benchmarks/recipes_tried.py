@@ -106,7 +106,7 @@ TRIALS: dict[str, Trial] = {
         {
             "AdamW": Way(rates=("5e-3", "1e-2", "2e-2", "4e-2")),
             "Muon": Way(
-                ("optimizer.optimizer=muon", "parallelism.use_distributed_optimizer=false"),
+                ("optimizer.optimizer=muon", "layout.use_distributed_optimizer=false"),
                 rates=("5e-3", "1e-2", "2e-2", "4e-2"),
             ),
         }

@@ -22,7 +22,7 @@ import psutil
 
 T = TypeVar("T")
 
-MICRO_BATCH = {"gpt-tiny": ("train.micro_batch_size=4",)}
+MICRO_BATCH = {"gpt-tiny": ("layout.micro_batch_size=4",)}
 """So that the global batch is divided over four ranks."""
 
 

@@ -90,14 +90,15 @@ def recipe(axes: Axes, steps: int = STEPS, **section: Any) -> Recipe:
                 "position_embedding_type": "rope", "normalization": "RMSNorm",
             },
             "train": {
-                "train_iters": steps, "micro_batch_size": 8, "global_batch_size": 8, "precision": "fp32",
-                "eval_interval": steps // EVALUATIONS, "eval_iters": 4,
+                "train_iters": steps, "global_batch_size": 8, "precision": "fp32",
+                "eval_interval": steps // EVALUATIONS, "eval_iters": 4
             },
             "data": {"num_workers": 0},
             "optimizer": {"lr": 1.2e-3},
             "scheduler": {"lr_warmup_iters": 5},
             "tracking": {"mlflow": False, "tensorboard": False},
             "search": {"space": space, "enqueue_recipe": False, "n_trials": 1000, **section},
+            "layout": {"micro_batch_size": 8},
         }
     )  # fmt: skip
 

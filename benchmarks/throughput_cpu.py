@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.common import close, machine, parser, show
 from benchmarks.contenders import CONTENDERS
 from benchmarks.turns import Contender, write_job
-from llmrecipes.recipe.schema import Model, Optimizer, Recipe, Scheduler, Train
+from llmrecipes.recipe.schema import LayoutKeys, Model, Optimizer, Recipe, Scheduler, Train
 
 OURS = "llmrecipes"
 NEEDS = {"hf-trainer": ["accelerate"], "hf-trainer+compile": ["accelerate"], "litgpt": ["lightning", "litgpt"]}
@@ -36,9 +36,8 @@ def recipe(precision: str) -> Recipe:
         model=Model(
             num_layers=6, hidden_size=384, ffn_hidden_size=1536, num_attention_heads=6, seq_length=256, vocab_size=8192
         ),
-        train=Train.model_validate(
-            {"train_iters": 10**6, "micro_batch_size": 16, "global_batch_size": 16, "precision": precision}
-        ),
+        train=Train.model_validate({"train_iters": 10**6, "global_batch_size": 16, "precision": precision}),
+        layout=LayoutKeys(micro_batch_size=16),
         optimizer=Optimizer(lr=1e-3, weight_decay=0.1, clip_grad=1.0),
         scheduler=Scheduler(lr_decay_style="constant"),
     )

@@ -23,20 +23,20 @@ from llmrecipes.recipe.load import load
 from llmrecipes.workflow.plan import plan_on
 
 _LLAMA = (
-    "parallelism.context_parallel_size=1", "parallelism.pipeline_model_parallel_size=16",
-    "parallelism.virtual_pipeline_model_parallel_size=8", "train.recompute_granularity=null",
-    "train.recompute_method=null", "train.recompute_num_layers=null",
+    "layout.context_parallel_size=1", "layout.pipeline_model_parallel_size=16",
+    "layout.virtual_pipeline_model_parallel_size=8", "layout.recompute_granularity=null",
+    "layout.recompute_method=null", "layout.recompute_num_layers=null",
 )  # fmt: skip
 _MEGASCALE = (
-    "model.num_attention_heads=128", "model.vocab_size=64000", "parallelism.tensor_model_parallel_size=8",
-    "parallelism.pipeline_model_parallel_size=8", "parallelism.virtual_pipeline_model_parallel_size=6",
+    "model.num_attention_heads=128", "model.vocab_size=64000", "layout.tensor_model_parallel_size=8",
+    "layout.pipeline_model_parallel_size=8", "layout.virtual_pipeline_model_parallel_size=6",
     "train.global_batch_size=6144",
 )  # fmt: skip
 _MEGATRON = (
     "model.num_layers=96", "model.hidden_size=20480", "model.num_attention_heads=160", "model.seq_length=4096",
-    "model.vocab_size=131072", "parallelism.tensor_model_parallel_size=8",
-    "parallelism.pipeline_model_parallel_size=16",
-    "parallelism.virtual_pipeline_model_parallel_size=6", "train.global_batch_size=1536",
+    "model.vocab_size=131072", "layout.tensor_model_parallel_size=8",
+    "layout.pipeline_model_parallel_size=16",
+    "layout.virtual_pipeline_model_parallel_size=6", "train.global_batch_size=1536",
 )  # fmt: skip
 
 

@@ -50,17 +50,19 @@ class Variant(NamedTuple):
 PROBES = (4, 12)
 """Layers of the models from whose peaks `largest` guesses."""
 SUB_GROUP = 50_000_000
-OFFLOAD = ("zero.offload_optimizer=cpu",)
+OFFLOAD = ("layout.zero.offload_optimizer=cpu",)
 PLAIN = tuple(Variant(f"stage {stage}", stage) for stage in STAGES)
 MEGATRON = Variant("stage 1, megatron", 1, engine="megatron")
 BY_SIZE = (Variant("stage 0, megatron", 0, engine="megatron"), *PLAIN[1:], MEGATRON)
 """Of `largest`: without ZeRO, the engine deepspeed trains in fp32 alone. Offload is to the memory that it measures."""
 VARIANTS = (
     *PLAIN,
-    Variant("stage 2, all-reduce", 2, keys=("zero.extra.zero_optimization.use_multi_rank_bucket_allreduce=true",)),
+    Variant(
+        "stage 2, all-reduce", 2, keys=("layout.zero.extra.zero_optimization.use_multi_rank_bucket_allreduce=true",)
+    ),
     Variant("stage 2, optimizer offloaded", 2, keys=OFFLOAD),
     Variant("stage 3, optimizer offloaded", 3, keys=OFFLOAD),
-    Variant("stage 3, parameters too", 3, keys=(*OFFLOAD, "zero.offload_param=cpu")),
+    Variant("stage 3, parameters too", 3, keys=(*OFFLOAD, "layout.zero.offload_param=cpu")),
     MEGATRON,
 )
 
@@ -69,21 +71,21 @@ def recipe_of(variant: Variant, types: Types, ranks: int, *shape: str) -> Recipe
     """A GPT of 29M parameters; one micro-batch a step, buckets that are small beside the model."""
     keys = [
         "model.num_layers=8", "model.hidden_size=512", "model.num_attention_heads=8", "model.seq_length=64",
-        "train.micro_batch_size=1", f"train.global_batch_size={ranks}", "checkpoint.async_save=false", *shape,
+        "layout.micro_batch_size=1", f"train.global_batch_size={ranks}", "checkpoint.async_save=false", *shape,
         f"train.precision={'fp32' if types.weight == 4 else 'bf16'}",
-        f"parallelism.grad_reduce_in_fp32={str(types.gradient == 4).lower()}",
-        f"parallelism.use_distributed_optimizer={str(variant.stage > 0).lower()}",
-        f"engine={variant.engine}", f"zero.stage={variant.stage}", *variant.keys,
+        f"train.grad_reduce_in_fp32={str(types.gradient == 4).lower()}",
+        f"layout.use_distributed_optimizer={str(variant.stage > 0).lower()}",
+        f"layout.engine={variant.engine}", f"layout.zero.stage={variant.stage}", *variant.keys,
     ]  # fmt: skip
     if variant.stage == 3:
-        keys.append(f"zero.sub_group_size={SUB_GROUP}")
+        keys.append(f"layout.zero.sub_group_size={SUB_GROUP}")
     if variant.engine == "deepspeed" and variant.stage > 0:
-        keys.append(f"zero.reduce_bucket_size={BUCKET}")
+        keys.append(f"layout.zero.reduce_bucket_size={BUCKET}")
         if variant.stage < 3:
-            keys.append(f"zero.allgather_bucket_size={BUCKET}")
+            keys.append(f"layout.zero.allgather_bucket_size={BUCKET}")
         else:
             for name in ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"):
-                keys.append(f"zero.{name}={BUCKET}")
+                keys.append(f"layout.zero.{name}={BUCKET}")
     return small("gpt-tiny", *FORMER, *keys)
 
 

@@ -161,12 +161,12 @@ def world() -> Iterator[World]:
     """This process as a world of one, with the CPU platform installed (which stays, as it does in a run)."""
     from llmrecipes.engine.core.platform import select
     from llmrecipes.engine.core.world import join
-    from llmrecipes.recipe.schema import Parallelism
+    from llmrecipes.recipe.schema import LayoutKeys
     from tests.helpers import close_engines
 
     platform = select()
     platform.install()
-    with join(platform, 1234, Parallelism()) as joined:
+    with join(platform, 1234, LayoutKeys()) as joined:
         yield joined
         close_engines()
 

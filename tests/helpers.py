@@ -48,7 +48,7 @@ LLAMA = {
     "share_embeddings_and_output_weights": False,
 }  # fmt: skip
 TRAIN = {
-    "train_iters": 12, "micro_batch_size": 2, "global_batch_size": 8, "precision": "fp32", "eval_interval": 5,
+    "train_iters": 12, "global_batch_size": 8, "precision": "fp32", "eval_interval": 5,
     "eval_iters": 2,
 }  # fmt: skip
 
@@ -67,6 +67,7 @@ def tiny(name: str = "tiny", **sections: dict[str, Any]) -> Recipe:
     base: dict[str, dict[str, Any]] = {
         "model": MODEL,
         "train": TRAIN,
+        "layout": {"micro_batch_size": 2},
         "optimizer": {"lr": 1e-3},
         "tracking": {"mlflow": False, "tensorboard": False},
     }
@@ -151,7 +152,7 @@ def random_batches(recipe: Recipe, *, consumed: int = 0, rank: int = 0, ranks: i
         RandomTokens(recipe),
         sizes=None if sizes.is_constant else sizes,
         consumed_samples=consumed,
-        micro_batch_size=recipe.train.micro_batch_size,
+        micro_batch_size=recipe.layout.micro_batch_size,
         global_batch_size=recipe.train.global_batch_size,
         data_parallel_rank=rank,
         data_parallel_size=ranks,

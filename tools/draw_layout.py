@@ -19,18 +19,18 @@ FOLDER = Path(__file__).parents[1] / "docs/images"
 PICTURES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "layout-dense.svg": ("gpt-tiny-3d", 8, ()),
     "layout-context.svg": (
-        "gpt-tiny-3d", 4, ("parallelism.context_parallel_size=2", "parallelism.pipeline_model_parallel_size=1"),
+        "gpt-tiny-3d", 4, ("layout.context_parallel_size=2", "layout.pipeline_model_parallel_size=1"),
     ),
     "layout-stages.svg": (
         "gpt-tiny-3d", 4,
-        ("model.num_layers=6", "parallelism.tensor_model_parallel_size=1", "parallelism.sequence_parallel=false",
-         "parallelism.pipeline_model_parallel_size=4", "parallelism.virtual_pipeline_model_parallel_size=2",
-         "parallelism.pipeline_model_parallel_layout=E|(t|)*6L"),
+        ("model.num_layers=6", "layout.tensor_model_parallel_size=1", "layout.sequence_parallel=false",
+         "layout.pipeline_model_parallel_size=4", "layout.virtual_pipeline_model_parallel_size=2",
+         "layout.pipeline_model_parallel_layout=E|(t|)*6L"),
     ),
     "layout-experts.svg": (
         "moe-tiny", 4,
-        ("parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true",
-         "parallelism.expert_model_parallel_size=4", "parallelism.expert_tensor_parallel_size=1"),
+        ("layout.tensor_model_parallel_size=2", "layout.sequence_parallel=true",
+         "layout.expert_model_parallel_size=4", "layout.expert_tensor_parallel_size=1"),
     ),
 }  # fmt: skip
 """File, recipe, ranks, changes."""

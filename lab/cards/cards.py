@@ -347,7 +347,7 @@ def _command(part: PartName, name: str, plan: RunPlan, cluster: str) -> list[str
         return [part, name]
     layout, recipe = plan.largest.layout, plan.largest.recipe
     stages = layout.pipeline_model_parallel_size
-    batch = layout.data_parallel_size * recipe.train.micro_batch_size * 2 * stages
+    batch = layout.data_parallel_size * recipe.layout.micro_batch_size * 2 * stages
     words = [part, name, f"train.global_batch_size={min(batch, recipe.train.global_batch_size)}"]
     if plan.cluster.gpus:
         return [*words, "--cluster", cluster, "--nodes", str(plan.cluster.nodes)]

@@ -24,10 +24,11 @@ LIMITS = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 1e-2}
 
 _BASE: dict[str, dict[str, Any]] = {
     "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "vocab_size": 512},
-    "train": {"train_iters": STEPS, "micro_batch_size": 2, "global_batch_size": 4, "precision": "fp32"},
+    "train": {"train_iters": STEPS, "global_batch_size": 4, "precision": "fp32"},
     # With a small epsilon Adam makes a full step of a gradient that is nothing but rounding.
     "optimizer": {"lr": 1e-2, "adam_eps": 1e-2},
     "scheduler": {"lr_decay_style": "constant"},
+    "layout": {"micro_batch_size": 2},
 }
 _LLAMA = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "activation_func": "silu",

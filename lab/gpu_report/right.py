@@ -153,7 +153,7 @@ def _dry_run(recipe: Recipe) -> RankReport:
 def breaks(row: MakeRow, device: str) -> Iterator[Row]:
     """Whether compiled layers are whole graphs. On a CPU they are only traced, not compiled."""
     recipe = recipe_of(MODEL)
-    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"torch_compile": True})})
+    recipe = recipe.with_layout(torch_compile=True)
     compile_ = torch.compile
 
     def traced(*args: Any, **options: Any) -> Any:

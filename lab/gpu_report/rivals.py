@@ -47,7 +47,7 @@ def tokens(recipe: Recipe) -> torch.Tensor:
 
 def micro_batches(recipe: Recipe) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Tokens and labels, [micro_batch_size, seq_length] each, without end."""
-    parts = tokens(recipe).split(recipe.train.micro_batch_size)
+    parts = tokens(recipe).split(recipe.layout.micro_batch_size)
     while True:
         for part in parts:
             yield part[:, :-1].contiguous(), part[:, 1:].contiguous()
@@ -126,8 +126,8 @@ def hf_trainer(recipe: Recipe, session: Session, *, compiled: bool = False) -> N
     arguments = TrainingArguments(
         output_dir="/nonexistent",  # nothing is saved
         max_steps=10**6,
-        per_device_train_batch_size=train.micro_batch_size,
-        gradient_accumulation_steps=train.global_batch_size // train.micro_batch_size,
+        per_device_train_batch_size=recipe.layout.micro_batch_size,
+        gradient_accumulation_steps=train.global_batch_size // recipe.layout.micro_batch_size,
         learning_rate=options.lr,
         lr_scheduler_type="constant",
         weight_decay=options.weight_decay,

@@ -30,9 +30,12 @@ from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.plan.speed.forecast import forecast
 from llmrecipes.recipe.derived.batch_schedule import without_ramp
+from llmrecipes.recipe.derived.degrees import undivided
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.schema import Parallelism, Recipe
-from llmrecipes.recipe.speedups.features import FeatureChoice, resolve
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.sections.zero import Zero
+from llmrecipes.recipe.speedups.features import FeatureChoice, key_of, resolve
+from llmrecipes.recipe.speedups.recompute import recomputation
 from llmrecipes.recipe.variants.proxy import proxy
 from llmrecipes.rundir import Run
 from llmrecipes.train.observers.step_profile import profiled
@@ -67,14 +70,9 @@ def cut(name: str, depth: int, device: str) -> Recipe:
     if device == "cpu":
         full = proxy(full, "cpu")
         changes = {key: value for key, value in changes.items() if key not in ("num_moe_experts", "vocab_size")}
-    batch = {"global_batch_size": MICRO_BATCHES * full.train.micro_batch_size}
-    no_recomputation = dict.fromkeys(("recompute_granularity", "recompute_method", "recompute_num_layers"))
-    changed = {
-        "model": full.model.model_copy(update=changes),
-        "train": without_ramp(full.train, **batch, **no_recomputation),
-        "parallelism": Parallelism(),
-    }
-    return Recipe.model_validate(full.model_copy(update=changed).model_dump())
+    batch = {"global_batch_size": MICRO_BATCHES * full.layout.micro_batch_size}
+    changed = {"model": full.model.model_copy(update=changes), "train": without_ramp(full.train, **batch)}
+    return undivided(full.model_copy(update=changed), **recomputation())
 
 
 def whole(name: str, device: str) -> Recipe:
@@ -82,22 +80,20 @@ def whole(name: str, device: str) -> Recipe:
     full = load(name, []).recipe
     if device == "cpu":
         full = proxy(full, "cpu")
-    batch = {"global_batch_size": MICRO_BATCHES * full.train.micro_batch_size}
-    changed = {"train": without_ramp(full.train, **batch), "parallelism": Parallelism()}
-    return Recipe.model_validate(full.model_copy(update=changed).model_dump())
+    batch = {"global_batch_size": MICRO_BATCHES * full.layout.micro_batch_size}
+    return undivided(full.model_copy(update={"train": without_ramp(full.train, **batch)}))
 
 
 def compiled(name: str, device: str) -> Recipe:
-    """`whole`, with `train.torch_compile`."""
+    """`whole`, with `layout.torch_compile`."""
     recipe = whole(name, device)
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"torch_compile": True})})
+    return recipe.with_layout(torch_compile=True)
 
 
 def offloaded(name: str, device: str, where: str) -> Recipe:
     """A model that one GPU trains with DeepSpeed, its optimizer there (`none`) or in the host's memory (`cpu`)."""
-    document = whole(name, device).model_dump()
-    zero = {"stage": 2, "offload_optimizer": where}
-    return Recipe.model_validate({**document, "engine": "deepspeed", "zero": zero})
+    zero = Zero.model_validate({"stage": 2, "offload_optimizer": where})
+    return whole(name, device).with_layout(engine="deepspeed", zero=zero)
 
 
 @dataclass
@@ -157,7 +153,7 @@ class Item:
         yield from self._speed(whole(name, self.device), "")
 
     def _compiled(self, name: str) -> Iterator[Row]:
-        """The same with `train.torch_compile`."""
+        """The same with `layout.torch_compile`."""
         torch._dynamo.utils.counters.clear()
         yield from self._speed(compiled(name, self.device), "")
         yield right.graph_breaks(self.row)
@@ -181,18 +177,18 @@ class Item:
             yield self.row("memory", session.peak_memory / GIB, "GiB")
 
     def _scalings(self, name: str) -> Iterator[Row]:
-        """A large model of two layers with each scaling of `speed.fp8`, beside bf16."""
+        """A large model of two layers with each scaling of `train.fp8`, beside bf16."""
         bf16: list[float] = []
         plain = in_bf16(cut(name, DEPTHS[-1], self.device))
         yield from self._speed(plain, " (bf16)", bf16)
         for scaling in ("blockwise", "tensorwise", "mxfp8"):
             suffix, seconds = f" ({scaling})", list[float]()
-            speed = plain.speed.model_copy(update={"fp8": "e4m3", "fp8_recipe": scaling})
-            recipe = plain.model_copy(update={"speed": speed})
+            train = plain.train.model_copy(update={"fp8": "e4m3", "fp8_recipe": scaling})
+            recipe = plain.model_copy(update={"train": train})
             try:
                 yield from self._speed(recipe, suffix, seconds)
             except UserError as error:
-                if not error.where.startswith("speed.fp8"):
+                if not error.where.startswith("train.fp8"):
                     raise
                 yield self.row(f"step{suffix}", status="skipped", note=error.rule)
                 continue
@@ -206,12 +202,12 @@ class Item:
         yield from self._step(recipe, "step", plain)
         choices = self._features(recipe)
         for fusion in FUSIONS:
-            choice, seconds = choices[f"speed.{fusion}"], list[float]()
+            choice, seconds = choices[key_of(fusion)], list[float]()
             if choice.ruled_out:
                 yield self.row(f"step without {fusion}", status="skipped", note=choice.reason)
                 continue
             other = not choice.value
-            changed = recipe.model_copy(update={"speed": recipe.speed.model_copy(update={fusion: other})})
+            changed = recipe.with_layout(**{fusion: other})
             yield from self._step(changed, f"step {'with' if other else 'without'} {fusion}", seconds)
             if not seconds:
                 continue
@@ -235,7 +231,7 @@ class Item:
                 if row.quantity == "step":
                     yield row.model_copy(update={"quantity": quantity})
         except UserError as error:
-            if not error.where.startswith("speed."):
+            if not error.where.startswith(("layout.", "train.")):
                 raise
             yield self.row(quantity, status="skipped", note=error.rule)
 
@@ -287,7 +283,7 @@ class Item:
                 started = time.perf_counter()
                 engine.train_step(batches)
                 platform.synchronize()
-                if number == 0 and recipe.train.torch_compile:
+                if number == 0 and recipe.layout.torch_compile:
                     yield self.row(f"first step{suffix}", time.perf_counter() - started, "s", note="compiles")
                 if number >= WARMUP:
                     seconds.append(time.perf_counter() - started)

@@ -53,13 +53,14 @@ class Unrecovered(Exception):
 def punished_recipe(recipe: Recipe, ranks: int, steps: int, save_interval: int) -> Recipe:
     """The recipe as it is punished: short, saved and evaluated often, with all guards and without other sinks."""
     train, faults = recipe.train, recipe.faults
-    micro = min(train.micro_batch_size, max(1, train.global_batch_size // ranks))
+    micro = min(recipe.layout.micro_batch_size, max(1, train.global_batch_size // ranks))
     return recipe.model_copy(
         update={
             "name": f"{recipe.name}.punish",
             "stages": (),
+            "layout": recipe.layout.model_copy(update={"micro_batch_size": micro}),
             "train": without_ramp(
-                train.without_stops(), train_iters=steps, micro_batch_size=micro,
+                train.without_stops(), train_iters=steps,
                 eval_interval=2 * save_interval, eval_iters=1, log_interval=20,
             ),
             "scheduler": recipe.scheduler.model_copy(
@@ -102,9 +103,9 @@ def begin(
         raise UserError(f"{unknown[0]!r}", where="--fault", rule="one of: " + ", ".join(known))
     if engine_name(recipe) != "megatron":
         raise UserError(
-            f"engine {engine_name(recipe)}", where="engine",
+            f"engine {engine_name(recipe)}", where="layout.engine",
             rule="faults can only be injected into the engine megatron",
-            fix="engine=megatron",
+            fix="layout.engine=megatron",
         )  # fmt: skip
     if ranks < 2:
         raise UserError(f"{ranks}", where="--nproc", rule="at least 2 ranks are needed", fix="--nproc 2")

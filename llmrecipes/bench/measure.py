@@ -352,7 +352,7 @@ def _slowest(times: list[float], platform: Platform) -> tuple[float, ...]:
 def random_tokens(recipe: Recipe, data_parallel_rank: int) -> Iterator[Batch]:
     """Endless micro-batches: the same tokens on every rank of a model replica."""
     random = torch.Generator().manual_seed(data_parallel_rank)
-    size = recipe.train.micro_batch_size
+    size = recipe.layout.micro_batch_size
     length = recipe.model.seq_length
     positions = torch.arange(length).expand(size, length)
     mask = torch.ones(size, length)

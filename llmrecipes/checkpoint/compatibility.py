@@ -28,7 +28,7 @@ FREE = frozenset(
         "optimizer.ema_decay",
         # What a run that no longer fits its machine may give up: bytes of moments and gradients.
         "optimizer.use_precision_aware_optimizer", "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype",
-        "parallelism.grad_reduce_in_fp32", "speed.reduce_scatter_with_fp32_accumulation",
+        "train.grad_reduce_in_fp32", "train.reduce_scatter_with_fp32_accumulation",
         # What to do about a spike is decided when there is one.
         "faults.loss_spike_action", "faults.loss_spike_window", "faults.loss_spike_sigmas",
         "faults.loss_spike_rewind_steps", "faults.loss_spike_max_rewinds",
@@ -102,7 +102,7 @@ def require_readable(entry: Entry, engine: str) -> None:
             f"this checkpoint was written by engine {written_by}, but the recipe uses {engine}",
             where=str(entry.path),
             rule=f"{engine} cannot load the state of {written_by}",
-            fix=f"engine={written_by}, or a new run id",
+            fix=f"layout.engine={written_by}, or a new run id",
         )
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from llmrecipes.recipe.reading.former import translated
 from llmrecipes.untrusted import Refused, open_file, read
 
 MANIFEST_NAME = "manifest.json"
@@ -73,7 +74,7 @@ class CheckpointInfo(BaseModel):
     recipe_hash: str
     engine: str = "megatron"
     """Engine of the state; older versions had only one and did not record it."""
-    recipe: dict[str, Any] | None = None
+    recipe: Annotated[dict[str, Any] | None, AfterValidator(lambda values: values and translated(values))] = None
     """The resolved recipe as JSON, for a run that has lost its recipe.yaml; None if written by an older version."""
     monitored: Monitored | None = None
     """None: the run had not been evaluated, or it was written by an older version."""

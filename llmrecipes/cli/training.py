@@ -374,7 +374,7 @@ def convert(
 ) -> None:
     """Copy a run to a different engine or ZeRO stage.
 
-    The new run resumes from the newest checkpoint, with its optimizer state. Example of overrides: zero.stage=3.
+    The new run resumes from the newest checkpoint, with its optimizer state. Example of overrides: layout.zero.stage=3.
     """
     from llmrecipes.commandline import resume_command
     from llmrecipes.console import setup_logging
@@ -389,7 +389,7 @@ def convert(
         print(json.dumps(created.as_dict()))
         return
     origin = created.origin
-    stage = "" if origin["zero_stage"] is None else f", zero.stage {origin['zero_stage']}"
+    stage = "" if origin["zero_stage"] is None else f", layout.zero.stage {origin['zero_stage']}"
     print(f"converted {origin['from_run']}, step {origin['step']}, saved by engine {origin['from_engine']}")
     print(f"to        {created.run_dir}, engine {origin['engine']}{stage}")
     print(f"resume:   {resume_command(Path(created.run_dir))}")

@@ -144,7 +144,7 @@ CHECKED = {
         "warning",
         "GPUs wait",
         "Data: raise data.num_workers. Communication: llmrecipes plan RECIPE --search for another layout. Small batch: "
-        "raise train.micro_batch_size. Else llmrecipes train RECIPE --profile 3.",
+        "raise layout.micro_batch_size. Else llmrecipes train RECIPE --profile 3.",
     ),
     "loader_bound": Rule(
         "warning",

@@ -129,7 +129,7 @@ def _chosen(plan: Plan) -> float:
 
 def batches(plan: Plan) -> Iterator[Batch]:
     """Micro-batches in host memory; their tokens do not matter."""
-    size = plan.recipe.train.micro_batch_size
+    size = plan.recipe.layout.micro_batch_size
     length = plan.recipe.model.seq_length
     tokens = torch.zeros(size, length, dtype=torch.long)
     positions = torch.arange(length).expand(size, -1).contiguous()

@@ -38,7 +38,7 @@ def require_installed(recipe: Recipe) -> None:
     if missing:
         raise UserError(
             f"engine {name} needs the package {', '.join(missing)}, which is not installed",
-            where="engine",
+            where="layout.engine",
             rule=f"the engine {name} is optional: its packages are in the extra {engine.extra}",
             fix=f"make setup-{engine.extra} in the checkout, or pip install 'llmrecipes[{engine.extra}]'",
         )

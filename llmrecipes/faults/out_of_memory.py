@@ -65,8 +65,8 @@ def memory_hints(plan: Plan, *, allocator: str = "") -> list[str]:
     model = plan.recipe.model
     if train.precision == "fp32":
         hints.append("train.precision=bf16: activations take half the memory (a different training: start a new run)")
-    elif plan.recipe.parallelism.grad_reduce_in_fp32:
-        hints.append("parallelism.grad_reduce_in_fp32=false: gradients take 2 bytes a parameter instead of 4")
+    elif plan.recipe.train.grad_reduce_in_fp32:
+        hints.append("train.grad_reduce_in_fp32=false: gradients take 2 bytes a parameter instead of 4")
     if model.seq_length > 1:
         hints.append(
             f"model.seq_length={model.seq_length // 2} (now {model.seq_length}): a different training (start a new run)"
@@ -97,7 +97,7 @@ def out_of_memory(error: BaseException, recipe: Recipe, *, ranks: int, nodes: in
         else:
             hints = _of_the_host(recipe)
     except UserError:  # there is no plan for these ranks, as in a measurement of one layer
-        hints = ["train.micro_batch_size=1, train.recompute_granularity=auto, or more ranks"]
+        hints = ["layout.micro_batch_size=1, layout.recompute_granularity=auto, or more ranks"]
     steps = "\n".join(f"    {number}. {hint}" for number, hint in enumerate(hints, 1))
     return UserError(
         f"out of {described}",
@@ -114,6 +114,9 @@ def _of_the_host(recipe: Recipe) -> list[str]:
         hints.append(f"data.num_workers=0 (now {recipe.data.num_workers}): each is a process with its own memory")
     if recipe.checkpoint.non_persistent_save_interval is not None:
         hints.append("checkpoint.non_persistent_save_interval=null: local checkpoints have a copy of their own")
-    if recipe.zero is not None and (recipe.zero.offload_optimizer, recipe.zero.offload_param) != ("none", "none"):
+    if recipe.layout.zero is not None and (recipe.layout.zero.offload_optimizer, recipe.layout.zero.offload_param) != (
+        "none",
+        "none",
+    ):
         hints.append("more nodes, each of which then keeps a smaller share of what zero offloads")
     return hints or ["more main memory for the job: --mem of Slurm, or the limit of the pod"]

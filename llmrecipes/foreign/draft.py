@@ -21,9 +21,9 @@ from llmrecipes.recipe.rules import recipe_rules, zero_rules
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.redact import HIDDEN, redact
 
-DROPPABLE = ("speed.", "tracking.", "checkpoint.", "parallelism.", "faults.")
+DROPPABLE = ("layout.", "tracking.", "checkpoint.", "faults.")
 """Keys whose refused value is left out, with the rule: they do not change what is trained."""
-SECTIONS = ("model", "parallelism", "train", "optimizer", "scheduler", "checkpoint", "speed", "tracking", "data")
+SECTIONS = ("model", "train", "optimizer", "scheduler", "checkpoint", "layout", "tracking", "data")
 """In which a key of the original's name is looked for, in this order."""
 _ELSEWHERE = {"seed": "train.seed", "split": "data.split", "optimizer": "optimizer.optimizer"}
 NO_KEY = "a recipe has no such key"

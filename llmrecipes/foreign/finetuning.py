@@ -53,7 +53,7 @@ REASONS: tuple[tuple[str, str], ...] = (
      "how it is computed, not what"),
     (r"trust_remote_code|model_type|tokenizer_type|tokenizer_use_fast|processor_type|tokenizer_legacy|special_tokens|is_\w+_derived_model",
      "model and tokenizer are those of the folder; its code is never run"),
-    (r"deepspeed|fsdp\w*|dp_shard_size|tensor_parallel_size", "ZeRO is zero.stage, other degrees are in parallelism"),
+    (r"deepspeed|fsdp\w*|dp_shard_size|tensor_parallel_size", "ZeRO is layout.zero.stage, other degrees are in layout"),
     (r"do_train|do_eval|predict_with_generate|eval_strategy|evaluation_strategy|per_device_eval_batch_size"
      r"|eval_batch_size|eval_table\w*|eval_max\w*|include\w*", "evaluation takes data.split and train.eval_interval"),
 )  # fmt: skip
@@ -339,7 +339,7 @@ def _optimizer(kind: Any, draft: Draft) -> None:
 def _batch(left: dict[str, Any], draft: Draft, ranks: int, name: str, default: int) -> None:
     micro = left.pop(name, default)
     steps = left.pop("gradient_accumulation_steps", 1)
-    draft.set("train.micro_batch_size", micro, name)
+    draft.set("layout.micro_batch_size", micro, name)
     why = f"{micro} × {steps} accumulation steps × {ranks} rank{'' if ranks == 1 else 's'}; --cluster sets the ranks"
     draft.set("train.global_batch_size", micro * steps * ranks, "gradient_accumulation_steps", steps, why)
 

@@ -28,7 +28,7 @@ DEFAULTS: Mapping[str, Any] = {
     "train.log_interval": 100,
     "data.num_workers": 2,
     "checkpoint.async_save": False,
-    "parallelism.use_distributed_optimizer": False,
+    "layout.use_distributed_optimizer": False,
 }
 """Megatron-LM's defaults that a recipe does not share. A test compares all of them with its parser."""
 DEFAULTS_IF: Mapping[str, tuple[str, Any, Any]] = {
@@ -252,9 +252,9 @@ def _precision(left: dict[str, Any], draft: Draft, ranks: int) -> None:
     else:
         draft.default("train.precision", "fp32", "Megatron-LM's default: neither --bf16 nor --fp16")
     if left.pop("grad_reduce_in_bf16", False):
-        draft.set("parallelism.grad_reduce_in_fp32", False, "--grad-reduce-in-bf16", "")
+        draft.set("train.grad_reduce_in_fp32", False, "--grad-reduce-in-bf16", "")
     elif name == "fp16" and not left.get("accumulate_allreduce_grads_in_fp32"):
-        draft.default("parallelism.grad_reduce_in_fp32", False)
+        draft.default("train.grad_reduce_in_fp32", False)
 
 
 def _model(left: dict[str, Any], draft: Draft, ranks: int) -> None:
@@ -467,7 +467,7 @@ def _recompute(left: dict[str, Any], draft: Draft, ranks: int) -> None:
     for name in ("recompute_activations", "checkpoint_activations"):
         if left.pop(name, False):
             kind = "selective" if name == "recompute_activations" else "full"
-            draft.set("train.recompute_granularity", kind, _option(name), "")
+            draft.set("layout.recompute_granularity", kind, _option(name), "")
 
 
 def _unlike(left: dict[str, Any], draft: Draft, ranks: int) -> None:
@@ -483,5 +483,5 @@ def _unlike(left: dict[str, Any], draft: Draft, ranks: int) -> None:
     if isinstance(stages, int) and isinstance(layers, int) and layers % (pipeline * stages) == 0:
         chunks = layers // pipeline // stages
         name = "num_layers_per_virtual_pipeline_stage"
-        _take(left, draft, name, "parallelism.virtual_pipeline_model_parallel_size", chunks,
+        _take(left, draft, name, "layout.virtual_pipeline_model_parallel_size", chunks,
               f"{layers} layers / {pipeline} stages / {stages}")  # fmt: skip

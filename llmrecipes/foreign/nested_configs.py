@@ -38,7 +38,7 @@ SHAPES: Mapping[str, str] = {
 TITAN_DEFAULTS: Mapping[str, Any] = {
     "model.seq_length": 2048,
     "train.train_iters": 10000,
-    "train.micro_batch_size": 8,
+    "layout.micro_batch_size": 8,
     "train.log_interval": 10,
     "train.eval_interval": 10,
     "optimizer.lr": 8e-4,
@@ -47,13 +47,13 @@ TITAN_DEFAULTS: Mapping[str, Any] = {
     "checkpoint.save_interval": 500,
     "checkpoint.async_save": False,
     "checkpoint.most_recent_k": 10,
-    "train.recompute_granularity": "selective",
+    "layout.recompute_granularity": "selective",
 }
 """Defaults of torchtitan's JobConfig that a recipe does not share."""
 _TITAN: Mapping[str, str] = {
     "training.steps": "train.train_iters",
     "training.seq_len": "model.seq_length",
-    "training.local_batch_size": "train.micro_batch_size",
+    "training.local_batch_size": "layout.micro_batch_size",
     "training.max_norm": "optimizer.clip_grad",
     "training.seed": "train.seed",
     "optimizer.lr": "optimizer.lr",
@@ -68,20 +68,20 @@ _TITAN: Mapping[str, str] = {
     "metrics.enable_tensorboard": "tracking.tensorboard",
     "metrics.enable_wandb": "tracking.wandb",
     "validation.freq": "train.eval_interval",
-    "compile.enable": "train.torch_compile",
-    "parallelism.tensor_parallel_degree": "parallelism.tensor_model_parallel_size",
-    "parallelism.pipeline_parallel_degree": "parallelism.pipeline_model_parallel_size",
-    "parallelism.context_parallel_degree": "parallelism.context_parallel_size",
-    "parallelism.expert_parallel_degree": "parallelism.expert_model_parallel_size",
+    "compile.enable": "layout.torch_compile",
+    "parallelism.tensor_parallel_degree": "layout.tensor_model_parallel_size",
+    "parallelism.pipeline_parallel_degree": "layout.pipeline_model_parallel_size",
+    "parallelism.context_parallel_degree": "layout.context_parallel_size",
+    "parallelism.expert_parallel_degree": "layout.expert_model_parallel_size",
 }
 _TITAN_WHY: tuple[tuple[str, str], ...] = (
     (r"job\..*|profiling\..*|comm\..*|metrics\..*|experimental\..*|memory_estimation\..*|training\.gc.*",
      "a run has its own folder, metrics and profile"),
     (r"checkpoint\..*", "a run saves and resumes in runs/RECIPE/RUN-ID, by its name"),
     (r"parallelism\.data_parallel_\w+|parallelism\.fsdp\w*",
-     "data parallelism takes the ranks that are left; ZeRO-2 and -3 are zero.stage"),
+     "data parallelism takes the ranks that are left; ZeRO-2 and -3 are layout.zero.stage"),
     (r"parallelism\..*|compile\..*|optimizer\.implementation|.*deterministic",
-     "how it is computed, not what: see parallelism, speed and llmrecipes plan --search"),
+     "how it is computed, not what: see layout and llmrecipes plan --search"),
     (r"validation\..*", "evaluation takes data.split, train.eval_interval and train.eval_iters"),
 )  # fmt: skip
 _DATASETS = {"c4": {"type": "hub", "path": "allenai/c4", "name": "en"}}
@@ -114,7 +114,7 @@ def from_torchtitan(data: Mapping[str, Any], draft: Draft, ranks: int, like: str
     _titan_recompute(left, draft)
     converters = left.pop("model.converters", None)
     if converters:
-        draft.leave("model.converters", converters, "FP8 is speed.fp8 and speed.fp8_recipe", differs=True)
+        draft.leave("model.converters", converters, "FP8 is train.fp8 and train.fp8_recipe", differs=True)
     for theirs in [theirs for theirs in left if theirs.startswith(("quantize.", "float8."))]:
         draft.leave(
             theirs, left.pop(theirs), "see model.converters" if converters else "no effect without model.converters"
@@ -161,11 +161,9 @@ def _titan_batch(left: dict[str, Any], draft: Draft, ranks: int) -> None:
     if isinstance(batch, int) and batch > 0:
         draft.set("train.global_batch_size", batch, "training.global_batch_size")
         return
-    degrees = [
-        draft.get(f"parallelism.{kind}_parallel_size", 1) for kind in ("tensor_model", "pipeline_model", "context")
-    ]
+    degrees = [draft.get(f"layout.{kind}_parallel_size", 1) for kind in ("tensor_model", "pipeline_model", "context")]
     replicas = max(1, ranks // max(1, math.prod(degrees)))
-    draft.set("train.global_batch_size", draft.get("train.micro_batch_size") * replicas,
+    draft.set("train.global_batch_size", draft.get("layout.micro_batch_size") * replicas,
               why=f"local_batch_size × {replicas} data-parallel ranks")  # fmt: skip
 
 
@@ -174,7 +172,7 @@ def _titan_recompute(left: dict[str, Any], draft: Draft) -> None:
     if mode == "full":
         whole_layers(draft, "activation_checkpoint.mode", mode)
     elif mode == "none":
-        draft.values.get("train", {}).pop("recompute_granularity", None)
+        draft.values.get("layout", {}).pop("recompute_granularity", None)
     for name in [name for name in left if name.startswith("activation_checkpoint.")]:
         draft.leave(name, left.pop(name), "recompute_granularity: auto finds the least that fits")
 
@@ -182,7 +180,7 @@ def _titan_recompute(left: dict[str, Any], draft: Draft) -> None:
 def whole_layers(draft: Draft, name: str, value: Any) -> None:
     """Recompute every layer, as other programs do."""
     for key, ours in (("granularity", "full"), ("method", "uniform"), ("num_layers", 1)):
-        draft.set(f"train.recompute_{key}", ours, name, value)
+        draft.set(f"layout.recompute_{key}", ours, name, value)
 
 
 # -- NeMo and Megatron-Bridge ------------------------------------------------------------------------------------------
@@ -192,7 +190,7 @@ _NEMO_WHY: tuple[tuple[str, str], ...] = (
     (r"(log|logger|resume|checkpoint|nsys|profiling|recompute_spec|straggler|ft|inprocess_restart)\..*",
      "a run has its own folder, metrics and checkpoints"),
     (r"trainer\.(devices|num_nodes|accelerator|callbacks|num_sanity.*|use_distributed_sampler|enable_\w+|plugins.*)"
-     r"|dist\..*|trainer\.strategy\..*|ddp\..*|comm_overlap.*", "llmrecipes submit starts the ranks; see parallelism"),
+     r"|dist\..*|trainer\.strategy\..*|ddp\..*|comm_overlap.*", "llmrecipes submit starts the ranks; see layout"),
 )  # fmt: skip
 _NEMO: Mapping[str, str] = {
     "train.global_batch_size": "train.global_batch_size",
@@ -282,7 +280,7 @@ def _mixed_precision(left: dict[str, Any], draft: Draft) -> None:
         if kind:
             draft.set("train.precision", kind, name, value)
         if "fp8" in value:
-            draft.leave(name, value, "FP8 is speed.fp8 and speed.fp8_recipe", differs=True)
+            draft.leave(name, value, "FP8 is train.fp8 and train.fp8_recipe", differs=True)
     for name, kind in (
         ("model.bf16", "bf16"),
         ("model.fp16", "fp16"),

@@ -144,14 +144,14 @@ def gpu_variables(plan: RunPlan, gpu: str) -> dict[str, tuple[str, str]]:
             "a single queue runs kernels in launch order, which megatron-core's overlap of tensor and context "
             "parallelism relies on (tensor_parallel/layers.py); not needed on Blackwell",
         )
-    if plan.world_size > 1 and not any(stage.recipe.speed.high_priority_stream_groups for stage in plan.stages):
+    if plan.world_size > 1 and not any(stage.recipe.layout.high_priority_stream_groups for stage in plan.stages):
         values["TORCH_NCCL_HIGH_PRIORITY"] = (
             "1",
             "starts NCCL's kernels before queued computation; Megatron-Bridge sets it",
         )
     hopper = HOPPER & set(gpu.replace("-", " ").split())
     overlapped = any(
-        shared or stage.recipe.parallelism.overlap_grad_reduce or stage.recipe.parallelism.overlap_param_gather
+        shared or stage.recipe.layout.overlap_grad_reduce or stage.recipe.layout.overlap_param_gather
         for shared, stage in zip(together, plan.stages, strict=True)
     )
     if hopper and plan.largest.target.transformer_engine and overlapped:
@@ -167,6 +167,6 @@ def gpu_variables(plan: RunPlan, gpu: str) -> dict[str, tuple[str, str]]:
             "otherwise NCCL registers CUDA graph buffers, which expandable segments move; megatron-core requires it",
         )
     if value(plan.largest.features, "deterministic_mode"):
-        reason = "speed.deterministic_mode"
+        reason = "layout.deterministic_mode"
         values |= {name: (setting, reason) for name, setting in DETERMINISTIC.items()}
     return values

@@ -64,7 +64,7 @@ def convert(run: Path, to: str, overrides: Sequence[str], runs_dir: Path, run_id
             "step": entry.step,
             "from_engine": entry.manifest.engine,
             "engine": to,
-            "zero_stage": None if recipe.zero is None else recipe.zero.stage,
+            "zero_stage": None if recipe.layout.zero is None else recipe.layout.zero.stage,
             "linked": linked,
         }
 
@@ -88,10 +88,12 @@ def converted_recipe(path: Path, to: str, overrides: Sequence[str]) -> Recipe:
         raise UserError(f"unknown engine {to!r}", where="--to", rule=f"one of {', '.join(ENGINES)}")
     then = load(str(path)).recipe
     loses_keys = ENGINES[engine_name(then)].all_of_zero and not ENGINES[to].all_of_zero
-    changes = [f"engine={to}", *(["zero=null"] if loses_keys else []), *overrides]
+    changes = [f"layout.engine={to}", *(["layout.zero=null"] if loses_keys else []), *overrides]
     recipe = load(str(path), changes).recipe
     if engine_name(recipe) != to:
-        raise UserError(f"{engine_name(recipe)} contradicts --to {to}", where="engine", fix="leave engine out")
+        raise UserError(
+            f"{engine_name(recipe)} contradicts --to {to}", where="layout.engine", fix="leave layout.engine out"
+        )
     before = then.model_dump(mode="json")
     after = recipe.model_dump(mode="json")
     different = differences(after, before)
@@ -103,12 +105,12 @@ def converted_recipe(path: Path, to: str, overrides: Sequence[str]) -> Recipe:
             rule="the new run keeps its model, data, batch, seed, precision, learning rate and number of steps",
             fix="leave them out; the command that resumes the new run can extend it",
         )
-    if engine_name(then) == to and all(difference.key == "engine" for difference in different):
+    if engine_name(then) == to and all(difference.key == "layout.engine" for difference in different):
         raise UserError(
             f"this run already uses engine {to}",
             where=str(path.parent),
             rule="a conversion must change the engine or another key",
-            fix=f"--to {next(name for name in ENGINES if name != to)}, or a key such as zero.stage=3",
+            fix=f"--to {next(name for name in ENGINES if name != to)}, or a key such as layout.zero.stage=3",
         )
     return recipe
 

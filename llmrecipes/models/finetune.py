@@ -49,7 +49,7 @@ _MULTIPLE = 64
 COMMENTS = {
     "model.seq_length": "the longest measured conversation, up to the model's positions",
     "train.pretrained": "weights that the run starts from",
-    "train.micro_batch_size": "the largest that fits in memory, by the plan",
+    "layout.micro_batch_size": "the largest that fits in memory, by the plan",
     "data.split": "training, validation and test, by the hash of a conversation",
     "lora.rank": "only adapters are trained",
 }
@@ -347,7 +347,7 @@ def _with_length(
     """The recipe with as many steps as its batch takes for the sequences; overrides are applied last."""
     batch = recipe.train.global_batch_size
     iters = max(1, math.ceil(sequences / batch))
-    chosen = recipe.model_dump(mode="json", include={"parallelism", "train"}, exclude_defaults=True)
+    chosen = recipe.model_dump(mode="json", include={"layout", "train"}, exclude_defaults=True)
     valid = sequences * HELD_OUT / (1 - HELD_OUT)
     values = {**values, **chosen}
     values["train"] |= {

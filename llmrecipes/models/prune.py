@@ -106,11 +106,10 @@ def _plainly(recipe: Recipe) -> Recipe:
     return single.model_copy(
         update={
             "model": single.model.model_copy(update={"transformer_impl": "local"}),
-            "train": single.train.model_copy(update={"torch_compile": False}),
             "distill": None,
             "qat": None,
         }
-    )
+    ).with_layout(torch_compile=False)
 
 
 def _require_memory(plan: Plan) -> None:
@@ -165,7 +164,7 @@ def _measured(
 
     engines = backend(plan.recipe)
     platform = engines.platform()
-    size = plan.recipe.train.micro_batch_size
+    size = plan.recipe.layout.micro_batch_size
 
     with engines.join(plan.recipe, platform):
         if options.method == "sparsegpt":

@@ -68,12 +68,8 @@ def upcycle(dense_run: Path, overrides: Sequence[str], runs_dir: Path, run_id: s
 def _plainly(recipe: Recipe) -> Recipe:
     """The recipe for one process, with layers that every machine has; they do not show in a checkpoint."""
     single = on_one_rank(recipe)
-    return single.model_copy(
-        update={
-            "model": single.model.model_copy(update={"transformer_impl": "local"}),
-            "train": single.train.model_copy(update={"torch_compile": False}),
-        }
-    )
+    model = single.model.model_copy(update={"transformer_impl": "local"})
+    return single.model_copy(update={"model": model}).with_layout(torch_compile=False)
 
 
 def _require_memory(dense: Plan, moe: Plan, cluster: Cluster) -> None:

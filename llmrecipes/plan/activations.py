@@ -66,7 +66,7 @@ class PerToken:
     def _input(self) -> float:
         """Bytes of a value that a product keeps as its input: in fp8 one, and a scale of 32 values in a byte, or of 128
         in four."""
-        in_fp8 = self.recipe.speed.fp8 is not None and self.device == "cuda" and not self.bf16
+        in_fp8 = self.recipe.train.fp8 is not None and self.device == "cuda" and not self.bf16
         return 1 + 1 / 32 if in_fp8 else self.element
 
     @cached_property
@@ -284,7 +284,7 @@ class PerToken:
         model = self.recipe.model
         if model.position_embedding_type == "learned_absolute" or model.multi_latent_attention:
             return 0.0
-        return (4.0 + self._cosine_and_sine) * self.shape.kv_channels / self.recipe.train.micro_batch_size
+        return (4.0 + self._cosine_and_sine) * self.shape.kv_channels / self.recipe.layout.micro_batch_size
 
     @cached_property
     def _cosine_and_sine(self) -> float:
@@ -381,7 +381,7 @@ class PerToken:
         """Rotary angles of latent attention, with their cosines and sines: each layer has its own."""
         if not self.recipe.model.multi_latent_attention:
             return 0.0
-        return 2.0 * self.element * self.recipe.model.qk_pos_emb_head_dim / self.recipe.train.micro_batch_size
+        return 2.0 * self.element * self.recipe.model.qk_pos_emb_head_dim / self.recipe.layout.micro_batch_size
 
     def _projected(self, *, gathered: bool) -> int:
         """Width of queries, keys and values as they are projected that is kept: by attention, or by a norm of heads."""

@@ -142,14 +142,14 @@ def _refuse_host(plan: Plan, cluster: Cluster) -> NoReturn:
     available = f"{gib(plan.host_capacity_bytes)} available {place}"
     fixes = ["more nodes, with a smaller share each"]
     if host.offloaded:
-        fixes.append("zero.offload_optimizer nvme with zero.stage 3, or no offload")
+        fixes.append("layout.zero.offload_optimizer nvme with layout.zero.stage 3, or no offload")
     if plan.recipe.checkpoint.non_persistent_save_interval is not None:
         fixes.append("checkpoint.non_persistent_save_interval null: local checkpoints have a copy of their own")
     raise UserError(
         f"does not fit: a node keeps {gib(host.total)} in main memory, {available}",
         where=f"recipe {plan.recipe.name}",
         rule=f"main memory must hold the copies that saves are written from ({gib(host.staged)}), what ranks offload "
-        f"(zero.offload_optimizer, zero.offload_param: {gib(host.offloaded)}), and their processes "
+        f"(layout.zero.offload_optimizer, layout.zero.offload_param: {gib(host.offloaded)}), and their processes "
         f"({gib(host.processes)})",
         fix="; or ".join(fixes),
     )
@@ -160,7 +160,7 @@ def recommend(recipe: Recipe, s: Shape, cluster: Cluster) -> str:
     gpu = cluster.gpus[0] if cluster.gpus else _COMMON_GPU
     smallest = None
     recipe = most_recomputation(recipe)
-    number = smallest_world(recipe.parallelism)
+    number = smallest_world(recipe.layout)
     while number <= _MAX_GPUS or smallest is None:
         try:
             laid_out = layout(recipe, number, replace(cluster, gpus=(gpu,) * number, nodes=1))
@@ -217,7 +217,7 @@ def fitted(recipe: Recipe, cluster: Cluster) -> tuple[Recipe, int]:
     if last is None:
         raise refused or UserError(
             f"no layout of {ranks} ranks",
-            where="parallelism",
+            where="layout",
             rule="the number of ranks must be a multiple of the recipe's other degrees",
         )
     return last, ranks
@@ -239,14 +239,15 @@ def _candidates(recipe: Recipe, cluster: Cluster, ranks: int) -> Iterator[Recipe
                 "virtual_pipeline_model_parallel_size": None,
                 "sequence_parallel": tensor > 1,
             }
-            parallelism = recipe.parallelism.model_copy(update=degrees)
-            if ranks % model_parallel_size(parallelism):
+            divided = recipe.with_layout(**degrees)
+            size = model_parallel_size(divided.layout)
+            if ranks % size:
                 continue
-            replicas = ranks // model_parallel_size(parallelism)
+            replicas = ranks // size
             each = max(1, round(recipe.train.global_batch_size / replicas))
             for recomputed in (recomputation(), ALL_LAYERS):
                 for micro in reversed(powers(min(each, MOST_MICRO_BATCH))):
                     if each % micro == 0:
-                        batch = {"micro_batch_size": micro, "global_batch_size": each * replicas}
-                        train = without_ramp(recipe.train, **recomputed, **batch)
-                        yield recipe.model_copy(update={"parallelism": parallelism, "train": train})
+                        train = without_ramp(recipe.train, global_batch_size=each * replicas)
+                        laid_out = divided.with_layout(micro_batch_size=micro, **recomputed)
+                        yield laid_out.model_copy(update={"train": train})

@@ -120,7 +120,7 @@ class Plan:
 
     def num_microbatches_of(self, steps: int) -> int:
         """Micro-batches of one data-parallel rank in the step that follows this many steps."""
-        return self.batches.of_step(steps) // (self.recipe.train.micro_batch_size * self.layout.data_parallel_size)
+        return self.batches.of_step(steps) // (self.recipe.layout.micro_batch_size * self.layout.data_parallel_size)
 
     @property
     def full_steps(self) -> float:
@@ -130,7 +130,7 @@ class Plan:
     @property
     def loss_chunk_tokens(self) -> int:
         """Tokens of which the loss is computed at a time; 0: all of a micro-batch."""
-        return self.recipe.train.loss_chunk_tokens or 0
+        return self.recipe.layout.loss_chunk_tokens or 0
 
     @property
     def fits(self) -> bool:
@@ -193,7 +193,7 @@ class Plan:
             f"memory headroom is {self.memory_headroom:.1%}: a rank needs an estimated {needed:.1f} of "
             f"{capacity:.1f} GiB; "
             f"below {LEAST_HEADROOM:.0%}, a run may run out of memory "
-            "(smaller train.micro_batch_size, more recomputation, or more ranks)",
+            "(smaller layout.micro_batch_size, more recomputation, or more ranks)",
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -238,10 +238,10 @@ def default_world_size(recipe: Recipe, cluster: Cluster) -> int:
         worlds = elastic_worlds(recipe)
         return max((ranks for ranks in worlds if ranks <= len(cluster.gpus)), default=worlds[0])
     least = least_ranks(recipe)
-    shards = recipe.zero is not None and recipe.zero.stage >= 2
+    shards = recipe.layout.zero is not None and recipe.layout.zero.stage >= 2
     most = len(cluster.gpus) // least * least if cluster.gpus else least * (1 + shards)
     shared = [
-        (common(stage) // stage.train.micro_batch_size, model_parallel_size(stage.parallelism))
+        (common(stage) // stage.layout.micro_batch_size, model_parallel_size(stage.layout))
         for stage in stage_recipes(recipe)
     ]
     divided = (n for n in range(most, least, -least) if all(batch % (n // dense) == 0 for batch, dense in shared))
@@ -263,7 +263,7 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
     micro_batches = num_microbatches(recipe, laid_out)
     sizes = shape(recipe.model)
     recipe = with_chunks(recipe, sizes, laid_out, gpu_memory(cluster, world_size) if cluster.gpus else None)
-    automatic = recipe.train.recompute_granularity == "auto"
+    automatic = recipe.layout.recompute_granularity == "auto"
     if automatic:
         recipe = _least_recomputation(recipe, sizes, laid_out, micro_batches, cluster)
     parameters = count(recipe.model, sizes)
@@ -318,14 +318,14 @@ def with_chunks(recipe: Recipe, s: Shape, laid_out: Layout, memory: int | None) 
         device = "cuda"
         most = int(MOST_LOGITS * memory)
         of_chunk = int(LOGITS_OF_CHUNK * memory)
-    if recipe.train.loss_chunk_tokens is not None or obstacle_to_chunks(recipe):
+    if recipe.layout.loss_chunk_tokens is not None or obstacle_to_chunks(recipe):
         return recipe
     whole = logits(recipe, s, laid_out, device)
     if whole <= most and not recipe.train.z_loss_coeff:
         return recipe
     tokens = of_chunk / (4 * s.vocab_size / laid_out.tensor_model_parallel_size)
     chunk = 1 << max(int(tokens).bit_length() - 1, 6)
-    in_chunks = recipe.model_copy(update={"train": recipe.train.model_copy(update={"loss_chunk_tokens": chunk})})
+    in_chunks = recipe.with_layout(loss_chunk_tokens=chunk)
     return in_chunks if recipe.train.z_loss_coeff or logits(in_chunks, s, laid_out, device) < whole else recipe
 
 
@@ -352,20 +352,19 @@ def _least_recomputation(recipe: Recipe, s: Shape, laid_out: Layout, micro_batch
 
 def most_recomputation(recipe: Recipe) -> Recipe:
     """The recipe with the last choice of `auto`; any other as it is."""
-    if recipe.train.recompute_granularity != "auto":
+    if recipe.layout.recompute_granularity != "auto":
         return recipe
-    if recipe.speed.overlap_moe_expert_parallel_comm:  # its schedule runs the parts of a layer one by one
+    if recipe.layout.overlap_moe_expert_parallel_comm:  # its schedule runs the parts of a layer one by one
         names = recompute.possible(recipe)
         return _recomputing(recipe, "selective", modules=tuple(n for n in names if n not in ("moe_act", "mlp")))
-    if recipe.speed.cuda_graph_impl is not None:  # a recorded layer is not recomputed as a whole
+    if recipe.layout.cuda_graph_impl is not None:  # a recorded layer is not recomputed as a whole
         parts = tuple(name for name in recompute.possible(recipe) if name != "moe_act")
         return _recomputing(recipe, "selective", modules=parts) if parts else _recomputing(recipe)
     return _recomputing(recipe, "full", method="uniform", num_layers=1)
 
 
 def _recomputing(recipe: Recipe, granularity: str | None = None, **keys: object) -> Recipe:
-    train = recipe.train.model_copy(update=recompute.recomputation(granularity, **keys))
-    return recipe.model_copy(update={"train": train})
+    return recipe.with_layout(**recompute.recomputation(granularity, **keys))
 
 
 def _recomputations(
@@ -385,7 +384,7 @@ def _recomputations(
     whole = most_recomputation(recipe)
     chunk = max(layers for stage in laid_out.layers_per_stage for layers in stage)
     blocks = [_recomputing(recipe, "full", method="block", num_layers=number) for number in range(1, chunk)]
-    if whole.train.recompute_granularity != "full":
+    if whole.layout.recompute_granularity != "full":
         blocks = []
     some: list[tuple[str, ...]] = [()]
     chosen = {"core_attn"}
@@ -408,7 +407,7 @@ def num_microbatches(recipe: Recipe, laid_out: Layout) -> int:
         UserError: the global batch does not divide over the ranks, or the micro-batches not over the stages of an
             interleaved pipeline.
     """
-    micro = recipe.train.micro_batch_size
+    micro = recipe.layout.micro_batch_size
     whole = recipe.train.global_batch_size
     ranks = laid_out.data_parallel_size
     stages = laid_out.pipeline_model_parallel_size

@@ -20,10 +20,10 @@ def keeps_scores(recipe: Recipe, s: Shape, device: str) -> bool:
 
     Fused kernels (torch's, TransformerEngine's) keep the log-sum-exp of each row and recompute the scores themselves.
     On a CPU torch has none with dropout or sinks, or if keys and values differ in width; TransformerEngine's are not
-    used with `speed.attention_backend: unfused`.
+    used with `layout.attention_backend: unfused`.
     """
     if device == "cuda":
-        return recipe.speed.attention_backend == "unfused" and not own_layers(recipe, device)
+        return recipe.layout.attention_backend == "unfused" and not own_layers(recipe, device)
     if recipe.model.softmax_type != "vanilla":
         return True
     return recipe.model.attention_dropout > 0 or s.query_channels != s.value_channels
@@ -44,7 +44,7 @@ def kept_of_a_row(recipe: Recipe, s: Shape, layout: Layout, device: str) -> floa
         return 4.0
     element = 4 if recipe.train.precision == "fp32" else 2
     keys = recipe.model.seq_length
-    matrices = recipe.train.micro_batch_size * s.num_attention_heads // layout.tensor_model_parallel_size
+    matrices = recipe.layout.micro_batch_size * s.num_attention_heads // layout.tensor_model_parallel_size
     in_kernel = element == 2 and keys in _SOFTMAX_KEYS and keys % 8 == 0 and matrices % 4 == 0
     kept = element if in_kernel or element == 4 else 4 + element
     return float(keys * (kept + (1 + element if recipe.model.attention_dropout else 0)))
@@ -61,7 +61,7 @@ def attends_by_boundaries(recipe: Recipe, s: Shape, device: str) -> bool:
     which compiled layers would have to be compiled again and again.
     """
     if device == "cpu":
-        return not recipe.train.torch_compile
+        return not recipe.layout.torch_compile
     return (
         recipe.train.precision != "fp32"
         and not recipe.model.attention_dropout
@@ -96,8 +96,7 @@ def modules(recipe: Recipe, s: Shape, device: str) -> tuple[str, ...]:
     Core attention only where its kernel keeps scores. TransformerEngine has a norm of its own before latent attention
     and before experts only, and only it has an activation of experts by itself.
     """
-    train = recipe.train
-    if train.recompute_granularity != "selective":
+    if recipe.layout.recompute_granularity != "selective":
         return ()
     layers = own_layers(recipe, device)
     without = {
@@ -105,21 +104,20 @@ def modules(recipe: Recipe, s: Shape, device: str) -> tuple[str, ...]:
         "layernorm": not layers and not recipe.model.multi_latent_attention and not s.num_moe_experts,
         "moe_act": layers,
     }
-    return tuple(name for name in train.recompute_modules or ("core_attn",) if not without.get(name, False))
+    return tuple(name for name in recipe.layout.recompute_modules or ("core_attn",) if not without.get(name, False))
 
 
 def recompute_granularity(recipe: Recipe, s: Shape, device: str) -> str | None:
     """What is recomputed: as in the recipe, but nothing if no module of `selective` has an effect."""
-    wanted = recipe.train.recompute_granularity
+    wanted = recipe.layout.recompute_granularity
     return None if wanted == "selective" and not modules(recipe, s, device) else wanted
 
 
 def recomputed_layers(recipe: Recipe, layers: int) -> int:
     """Layers of a chunk whose whole forward pass is repeated in the backward pass: its first ones."""
-    train = recipe.train
-    if train.recompute_granularity != "full" or not train.recompute_num_layers:
+    if recipe.layout.recompute_granularity != "full" or not recipe.layout.recompute_num_layers:
         return 0
-    return layers if train.recompute_method == "uniform" else min(train.recompute_num_layers, layers)
+    return layers if recipe.layout.recompute_method == "uniform" else min(recipe.layout.recompute_num_layers, layers)
 
 
 def emulated_bf16(recipe: Recipe, cluster: Cluster) -> tuple[str, ...]:
@@ -141,13 +139,13 @@ def idle_modules(recipe: Recipe, recomputed: tuple[str, ...]) -> tuple[str, ...]
     Args:
         recomputed: those of the recipe that have an effect, see `modules`.
     """
-    if recipe.train.recompute_granularity != "selective":
+    if recipe.layout.recompute_granularity != "selective":
         return ()
     reasons = {
         "core_attn": "the attention kernel stores no scores and recomputes them itself",
         "layernorm": "norms are fused with the next GEMM",
         "moe_act": "only TransformerEngine's layers compute the activation of experts separately",
     }
-    wanted = recipe.train.recompute_modules or ("core_attn",)
+    wanted = recipe.layout.recompute_modules or ("core_attn",)
     idle = [f"{name} ({reasons[name]})" for name in wanted if name not in recomputed]
-    return (f"train.recompute_modules has no effect for {', '.join(idle)}",) if idle else ()
+    return (f"layout.recompute_modules has no effect for {', '.join(idle)}",) if idle else ()

@@ -16,7 +16,7 @@ from llmrecipes.recipe.engines import DEEPSPEED, engine_name
 from llmrecipes.recipe.rules import qat_rules
 from llmrecipes.recipe.rules.layout_rules import shared_sizes
 from llmrecipes.recipe.rules.recipe_rules import packs_in_local_layers
-from llmrecipes.recipe.schema import Parallelism, Recipe
+from llmrecipes.recipe.schema import LayoutKeys, Recipe
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def layout(recipe: Recipe, world_size: int, cluster: Cluster) -> Layout:
     Raises:
         UserError: the degrees do not make up that number of ranks, or the machine cannot run them.
     """
-    parallel = recipe.parallelism
+    parallel = recipe.layout
     _check_machine(parallel, world_size, cluster)
     tensor = parallel.tensor_model_parallel_size
     stages = parallel.pipeline_model_parallel_size
@@ -80,7 +80,7 @@ def layout(recipe: Recipe, world_size: int, cluster: Cluster) -> Layout:
     if world_size % dense:
         raise UserError(
             f"{world_size} ranks are not a multiple of {_product(parallel, dense)}",
-            where="parallelism",
+            where="layout",
             rule="the number of ranks must be tensor × pipeline × context × data-parallel size",
             fix=_ranks(recipe, world_size, dense),
         )
@@ -93,7 +93,7 @@ def layout(recipe: Recipe, world_size: int, cluster: Cluster) -> Layout:
         raise UserError(
             f"{world_size} ranks are not a multiple of expert_model_parallel_size {experts} × "
             f"expert_tensor_parallel_size {expert_tensor} × pipeline_model_parallel_size {stages} = {of_experts}",
-            where="parallelism.expert_model_parallel_size",
+            where="layout.expert_model_parallel_size",
             rule="the number of ranks must also be expert × expert-tensor × pipeline × expert-data-parallel size",
             fix=_ranks(recipe, world_size, math.lcm(dense, of_experts)),
         )
@@ -102,7 +102,7 @@ def layout(recipe: Recipe, world_size: int, cluster: Cluster) -> Layout:
         raise UserError(
             f"tensor_model_parallel_size {tensor} with expert_tensor_parallel_size {expert_tensor} and "
             "expert_model_parallel_size 1",
-            where="parallelism.expert_model_parallel_size",
+            where="layout.expert_model_parallel_size",
             rule="without expert parallelism, megatron-core silently sums the experts' gradients over too few ranks, "
             "unless experts are sharded like the dense layers",
             fix=f"expert_model_parallel_size 2 or more, or expert_tensor_parallel_size {tensor}",
@@ -112,7 +112,7 @@ def layout(recipe: Recipe, world_size: int, cluster: Cluster) -> Layout:
         unset = " (unset: tensor_model_parallel_size)" if not parallel.expert_tensor_parallel_size else ""
         raise UserError(
             f"expert_tensor_parallel_size {expert_tensor}{unset} on a CPU",
-            where="parallelism.expert_tensor_parallel_size",
+            where="layout.expert_tensor_parallel_size",
             rule="gloo, used by CPU ranks, cannot gather the uneven numbers of tokens of experts sharded over ranks",
             fix="expert_tensor_parallel_size 1, or even numbers with moe_pad_expert_input_to_capacity true",
         )
@@ -133,7 +133,7 @@ def layout(recipe: Recipe, world_size: int, cluster: Cluster) -> Layout:
     )
 
 
-def _check_machine(parallel: Parallelism, world_size: int, cluster: Cluster) -> None:
+def _check_machine(parallel: LayoutKeys, world_size: int, cluster: Cluster) -> None:
     if world_size < 1:
         raise UserError(f"{world_size} ranks", where="--nproc", rule="a run needs at least one rank")
     if not cluster.gpus:
@@ -145,7 +145,7 @@ def _check_machine(parallel: Parallelism, world_size: int, cluster: Cluster) -> 
         one, many = ("an NVLink domain", "NVLink domains") if cluster.nvlink_domain else ("a node", "nodes")
         raise UserError(
             f"{tensor} on {many} of {near} GPUs",
-            where="parallelism.tensor_model_parallel_size",
+            where="layout.tensor_model_parallel_size",
             rule=f"tensor-parallel ranks communicate in every layer, so they must be in {one} and divide it evenly",
             fix=f"tensor_model_parallel_size {divisors(near, tensor)}",
         )
@@ -153,7 +153,7 @@ def _check_machine(parallel: Parallelism, world_size: int, cluster: Cluster) -> 
         least = smallest_world(parallel)
         raise UserError(
             f"{world_size} ranks on {gpus} GPUs",
-            where="--nproc" if least <= gpus else "parallelism",
+            where="--nproc" if least <= gpus else "layout",
             rule="at most one rank per GPU",
             fix=f"at most {gpus} ranks on this machine"
             if least <= gpus
@@ -194,14 +194,14 @@ def expected_layers(recipe: Recipe, device: str) -> tuple[bool, str]:
 
 def _check_latent_attention(recipe: Recipe, cluster: Cluster) -> None:
     """TransformerEngine's layers do not sum the gradient of the key that all heads share; the local ones here do."""
-    model, parallel = recipe.model, recipe.parallelism
+    model, parallel = recipe.model, recipe.layout
     transformer_engine, _ = expected_layers(recipe, cluster.device)
     tensor = parallel.tensor_model_parallel_size
     if model.multi_latent_attention and transformer_engine and tensor > 1 and not parallel.sequence_parallel:
         raise UserError(
             f"false with multi_latent_attention, tensor_model_parallel_size {tensor} and transformer_impl "
             f"{model.transformer_impl}",
-            where="parallelism.sequence_parallel",
+            where="layout.sequence_parallel",
             rule="with TransformerEngine, only sequence parallelism sums the gradient of the rotated key shared by "
             "all heads "
             "over tensor-parallel ranks; without it, their weights silently diverge",
@@ -213,8 +213,8 @@ def _check_attention(recipe: Recipe, cluster: Cluster) -> None:
     """TransformerEngine's ring of keys and values knows no window, and only its kernels have sinks on a GPU."""
     model = recipe.model
     transformer_engine, reason = expected_layers(recipe, cluster.device)
-    ranks = recipe.parallelism.context_parallel_size
-    kind = recipe.speed.cp_comm_type
+    ranks = recipe.layout.context_parallel_size
+    kind = recipe.layout.cp_comm_type
     sinks = model.softmax_type != "vanilla"
     if sinks and cluster.device == "cuda" and not transformer_engine:
         raise UserError(
@@ -228,13 +228,13 @@ def _check_attention(recipe: Recipe, cluster: Cluster) -> None:
         raise UserError(
             f"{kind or 'p2p'} with {'softmax_type' if sinks else 'window_size'}, context_parallel_size {ranks} and "
             f"transformer_impl {model.transformer_impl}",
-            where="speed.cp_comm_type",
+            where="layout.cp_comm_type",
             rule="TransformerEngine has sinks only where ranks exchange heads, and windows also where they gather keys",
             fix=f"cp_comm_type {' or '.join(having)}",
         )
 
 
-def _product(parallel: Parallelism, dense: int) -> str:
+def _product(parallel: LayoutKeys, dense: int) -> str:
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     parts = [f"{name} {getattr(parallel, name)}" for name in names if getattr(parallel, name) > 1]
     return f"{' × '.join(parts)} = {dense}" if len(parts) > 1 else parts[0]
@@ -243,7 +243,7 @@ def _product(parallel: Parallelism, dense: int) -> str:
 def _ranks(recipe: Recipe, world_size: int, least: int) -> str:
     """Numbers of ranks that fit the degrees, and tensor-parallel sizes that fit the ranks and the model."""
     fix = f"{multiples(world_size, least)} ranks"
-    parallel = recipe.parallelism
+    parallel = recipe.layout
     others = parallel.pipeline_model_parallel_size * parallel.context_parallel_size
     if world_size % others == 0 and not recipe.model.num_moe_experts:
         near = divisors(

@@ -21,7 +21,7 @@ def in_kernels(recipe: Recipe, device: str) -> bool:
 
 def frees_its_input(recipe: Recipe, device: str) -> bool:
     """Whether the loss takes the most when the output layer has freed its input, in the backward pass."""
-    return not recipe.train.loss_chunk_tokens and recipe.distill is None and in_kernels(recipe, device)
+    return not recipe.layout.loss_chunk_tokens and recipe.distill is None and in_kernels(recipe, device)
 
 
 def kept_and_most(recipe: Recipe, s: Shape, layout: Layout, device: str) -> tuple[int, int]:
@@ -32,8 +32,8 @@ def kept_and_most(recipe: Recipe, s: Shape, layout: Layout, device: str) -> tupl
     that are split over ranks, computes in place and has a gradient in 16 bits; the output layer's gradients come after.
     """
     fused = in_kernels(recipe, device)
-    if recipe.train.loss_chunk_tokens:
-        return _of_chunks(recipe, s, layout, recipe.train.loss_chunk_tokens, fused)
+    if recipe.layout.loss_chunk_tokens:
+        return _of_chunks(recipe, s, layout, recipe.layout.loss_chunk_tokens, fused)
     rows = s.vocab_size // layout.tensor_model_parallel_size
     logits = tokens_of_a_micro_batch(recipe, layout) * rows
     if recipe.distill is not None:
@@ -70,7 +70,7 @@ def of_a_prediction(recipe: Recipe, s: Shape, layout: Layout, device: str) -> tu
     wait for those of the prediction.
     """
     fused = in_kernels(recipe, device)
-    chunk = recipe.train.loss_chunk_tokens
+    chunk = recipe.layout.loss_chunk_tokens
     tokens = tokens_of_a_micro_batch(recipe, layout)
     waiting = _of_output(recipe, s, layout)
     if not s.mtp_num_layers or not (fused or chunk):
@@ -115,4 +115,4 @@ def _element(recipe: Recipe) -> int:
 
 def tokens_of_a_micro_batch(recipe: Recipe, layout: Layout) -> float:
     """Tokens of a micro-batch on one rank."""
-    return recipe.train.micro_batch_size * recipe.model.seq_length / layout.context_parallel_size
+    return recipe.layout.micro_batch_size * recipe.model.seq_length / layout.context_parallel_size

@@ -50,11 +50,11 @@ _CPU_REST = {"fp32": 0.9, "bf16": 1.4, "fp16": 1.4}
 class Memory:
     """Bytes of one rank at the peak of a step.
 
-    With `speed.fp8`, `weights` has copies in fp8 too, and with `qat` the rounded matrices.
+    With `train.fp8`, `weights` has copies in fp8 too, and with `qat` the rounded matrices.
     `logits` are what the loss derives from the output layer's result, where that is the peak; `checkpoint_copy` is the
     snapshot of a save (in a CPU run it uses the ranks' memory; of others see `HostMemory`); `workspace` is the process
     without a model; `buffers` are those in which ZeRO gathers weights and reduces gradients, TransformerEngine's user
-    buffers, and what recorded layers take and return (`speed.cuda_graph_impl`); `teacher` are the weights of a teacher
+    buffers, and what recorded layers take and return (`layout.cuda_graph_impl`); `teacher` are the weights of a teacher
     (`distill`) or of a reference (`dpo`), and what is kept of its passes; `movements` are those of embeddings, and
     their gradients (`train.adversarial`); `update` is what an update of Muon takes beyond all of a pass, which is freed
     by then.
@@ -160,7 +160,7 @@ def of_stage(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, st
     moment = peak(recipe, s, layout, num_microbatches, stage, device)
     if device == "cuda":
         groups = len(communicators(recipe, s, layout))
-        if recipe.speed.tp_comm_overlap:
+        if recipe.layout.tp_comm_overlap:
             groups += USER_BUFFER_GROUPS
         copy = 0
         process = _CUDA_PROCESS + COMMUNICATOR * groups
@@ -255,10 +255,10 @@ USER_BUFFER_GROUPS = 2
 
 
 def user_buffers(recipe: Recipe, s: Shape, layout: Layout) -> int:
-    """Bytes of the buffers of `speed.tp_comm_overlap`: each has a micro-batch's tokens of all tensor-parallel ranks."""
-    if not recipe.speed.tp_comm_overlap:
+    """Bytes of the buffers of `layout.tp_comm_overlap`: each has the tokens of a micro-batch of all TP ranks."""
+    if not recipe.layout.tp_comm_overlap:
         return 0
-    tokens = recipe.model.seq_length * recipe.train.micro_batch_size // layout.context_parallel_size
+    tokens = recipe.model.seq_length * recipe.layout.micro_batch_size // layout.context_parallel_size
     return USER_BUFFERS * tokens * s.hidden_size * 2
 
 
@@ -281,11 +281,11 @@ def graph_buffers(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: in
     layers = sum(layout.layers_per_stage[stage])
     in_flight = min(num_microbatches, layout.pipeline_model_parallel_size - stage)
     shared = layout.context_parallel_size
-    if recipe.parallelism.sequence_parallel:
+    if recipe.layout.sequence_parallel:
         shared *= layout.tensor_model_parallel_size
-    tokens = recipe.model.seq_length * recipe.train.micro_batch_size // shared
+    tokens = recipe.model.seq_length * recipe.layout.micro_batch_size // shared
     buffers = STATIC * layers * in_flight * tokens * s.hidden_size * 2
-    if recipe.speed.gradient_accumulation_fusion is False:
+    if recipe.layout.gradient_accumulation_fusion is False:
         buffers += in_flight * 2 * parameters.count_products_on_rank(recipe, s, layout, stage)
     return buffers
 
@@ -298,7 +298,7 @@ def communicators(recipe: Recipe, s: Shape, layout: Layout) -> dict[str, int]:
     tensor = layout.tensor_model_parallel_size
     stages = layout.pipeline_model_parallel_size
     context = layout.context_parallel_size
-    sharded = recipe.parallelism.use_distributed_optimizer
+    sharded = recipe.layout.use_distributed_optimizer
     sizes = {
         "world": layout.world_size,
         **({"optimizer": layout.world_size} if sharded else {"model_parallel_group": tensor * stages}),
@@ -326,7 +326,7 @@ def communicators(recipe: Recipe, s: Shape, layout: Layout) -> dict[str, int]:
 
 def _states(recipe: Recipe, s: Shape, layout: Layout, stage: int, device: str) -> tuple[States, States]:
     """Model states of a rank on its device, and in host memory."""
-    zero = recipe.zero
+    zero = recipe.layout.zero
     n = count_on_rank(recipe.model, s, layout, stage, device, local=own_layers(recipe, device))
     trained = parameters.count_trained_on_rank(recipe, s, layout, stage, device, local=own_layers(recipe, device))
     frozen = n.total - trained.total
@@ -344,7 +344,7 @@ def _states(recipe: Recipe, s: Shape, layout: Layout, stage: int, device: str) -
     state = matrix_bytes(recipe.optimizer) + 4 * half + (4 if recipe.optimizer.ema_decay is not None else 0)
     if recipe.tracking.layers_interval is not None:
         state += 4  # the weights before the update that is measured
-    if recipe.parallelism.use_distributed_optimizer:
+    if recipe.layout.use_distributed_optimizer:
         # Dense parameters are replicated on all data- and context-parallel ranks, experts only on some of them.
         dense_ranks = layout.data_parallel_size * layout.context_parallel_size
         optimizer = state * n.dense // dense_ranks + state * n.experts // layout.expert_data_parallel_size
@@ -352,9 +352,9 @@ def _states(recipe: Recipe, s: Shape, layout: Layout, stage: int, device: str) -
         optimizer = state * n.total
     if more := other_bytes(recipe.optimizer) - matrix_bytes(recipe.optimizer):
         optimizer += more * vectors_on_rank(recipe.model, s, layout, stage)
-    reduced = 4 if recipe.parallelism.grad_reduce_in_fp32 or not half else element
+    reduced = 4 if recipe.train.grad_reduce_in_fp32 or not half else element
     weights = element * (frozen + n.total)
-    if device == "cuda" and recipe.speed.fp8 is not None:
+    if device == "cuda" and recipe.train.fp8 is not None:
         weights += int(_FP8_COPIES * parameters.count_products_on_rank(recipe, s, layout, stage))
     if recipe.qat is not None:
         weights += element * parameters.count_rounded_on_rank(recipe, s, layout, stage)

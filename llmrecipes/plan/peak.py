@@ -104,7 +104,7 @@ def _moments(
         min(num_microbatches, 3 * layout.pipeline_model_parallel_size),
         stage,
         s.num_moe_experts > 0,
-        bool(recipe.speed.overlap_moe_expert_parallel_comm),
+        bool(recipe.layout.overlap_moe_expert_parallel_comm),
     )
     for pending, turn, inputs, sent in moments:
         stack = tables + sum(each.kept * number for each, number in zip(chunks, pending, strict=True))
@@ -146,11 +146,10 @@ def _chunk(recipe: Recipe, per: PerToken, numbers: range, *, last: bool) -> _Chu
     Args:
         last: they are the model's last ones, after which the loss has been.
     """
-    train = recipe.train
     layers = [per.layer(number) for number in numbers]
     if not layers:
         return _Chunk()
-    if train.recompute_granularity != "full" or not train.recompute_num_layers:
+    if recipe.layout.recompute_granularity != "full" or not recipe.layout.recompute_num_layers:
         kept = most = 0.0
         in_layer = 0.0, 0.0
         for number in numbers:
@@ -165,8 +164,8 @@ def _chunk(recipe: Recipe, per: PerToken, numbers: range, *, last: bool) -> _Chu
             in_layer = max((in_layer[0] - size, in_layer[1] + per.edge * (not last)), here, key=sum)
             kept += size
         return _Chunk(kept, most, in_layer)
-    number = min(train.recompute_num_layers, len(layers))
-    if train.recompute_method == "uniform":
+    number = min(recipe.layout.recompute_num_layers, len(layers))
+    if recipe.layout.recompute_method == "uniform":
         groups = [sum(layers[start : start + number]) for start in range(0, len(layers), number)]
         again = max(groups) - per.edge  # whose input is stored anyway
         end = numbers[min((groups.index(max(groups)) + 1) * number, len(layers)) - 1]
@@ -194,7 +193,7 @@ def _mtp(recipe: Recipe, per: PerToken) -> _Chunk:
     around = 2 * per.norm + 2 * per.edge + per.norm + per.edge
     # The gradients of the hidden states and of the layer's result.
     edges = 2 * per.edge
-    if recipe.train.recompute_method == "uniform":
+    if recipe.layout.recompute_method == "uniform":
         # The next token's embedding and the hidden states, and a copy of the result as the output layer's input.
         again = layer + around - 2 * per.edge
         in_layer = per.fullest(experts=experts, more=again, gradients=edges + per.edge)

@@ -19,7 +19,7 @@ def fullest(
     """Those of `_pending` that no other moment with the same next chunk exceeds in all numbers.
 
     Args:
-        combined: a forward and a backward pass at the same time (`speed.overlap_moe_expert_parallel_comm`).
+        combined: a forward and a backward pass at the same time (`layout.overlap_moe_expert_parallel_comm`).
     """
     fullest: list[Moment] = []
     for pending, chunk, held, sent in set(_pending(stages, chunks, num_microbatches, stage, experts, combined)):

@@ -60,7 +60,7 @@ def place(recipe: Recipe, world_size: int, cluster: Cluster | None = None) -> tu
     Raises:
         UserError: the degrees do not make up that number of ranks, or the batch does not divide over them.
     """
-    tensor = recipe.parallelism.tensor_model_parallel_size
+    tensor = recipe.layout.tensor_model_parallel_size
     gpus = (DetectedGpu("any", 0, 0, None),) * (
         -(-world_size // tensor) * tensor
     )  # a node that tensor-parallel ranks fill
@@ -128,7 +128,7 @@ def _share_of(recipe: Recipe, s: Shape, laid_out: Layout, micro_batches: int, ra
     at = _coordinates(laid_out, rank)
     tensor = laid_out.tensor_model_parallel_size
     stage = at["stage"]
-    micro = recipe.train.micro_batch_size
+    micro = recipe.layout.micro_batch_size
     starts = [laid_out.first_layer(stage, chunk) for chunk in range(laid_out.virtual_pipeline_model_parallel_size)]
     last = stage == laid_out.pipeline_model_parallel_size - 1
     embedding = stage == 0 or (last and s.mtp_num_layers > 0)

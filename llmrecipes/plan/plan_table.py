@@ -152,7 +152,7 @@ def stage_facts(plan: Plan) -> dict[str, Any]:
         "tokens": plan.total_tokens,
         "seq_length": plan.recipe.model.seq_length,
         "global_batch_size": plan.recipe.train.global_batch_size,
-        "micro_batch_size": plan.recipe.train.micro_batch_size,
+        "micro_batch_size": plan.recipe.layout.micro_batch_size,
         "num_microbatches": plan.num_microbatches,
         "memory_bytes": plan.memory.total,
         "layout": degrees(plan),
@@ -207,7 +207,7 @@ def degrees(plan: Plan) -> str:
         "pipeline": laid_out.pipeline_model_parallel_size,
     }
     words = [f"{name} {size}" for name, size in dense.items() if size > 1] + [f"data {laid_out.data_parallel_size}"]
-    text = with_zero(" × ".join(words), plan.recipe.zero)
+    text = with_zero(" × ".join(words), plan.recipe.layout.zero)
     if plan.num_parameters.experts and laid_out.world_size > 1:
         experts = f"experts: expert {laid_out.expert_model_parallel_size}"
         if laid_out.expert_tensor_parallel_size > 1:
@@ -223,7 +223,7 @@ def _chunks(plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def _recomputed(plan: Plan) -> list[tuple[str, str, str]]:
-    train = plan.recipe.train
+    keys = plan.recipe.layout
     key = f"recompute_granularity {plan.recompute_granularity}"
     if plan.recompute_auto:
         key = "recompute_granularity auto: the least that leaves 5% of the memory free"
@@ -232,7 +232,7 @@ def _recomputed(plan: Plan) -> list[tuple[str, str, str]]:
     if plan.recompute_granularity == "selective":
         return [("recomputed", ", ".join(plan.recompute_modules), key)]
     most = max(layers for stage in plan.layout.layers_per_stage for layers in stage)
-    number = most if train.recompute_method == "uniform" else min(most, train.recompute_num_layers or most)
+    number = most if keys.recompute_method == "uniform" else min(most, keys.recompute_num_layers or most)
     return [("recomputed", f"{number} of {most} layers", f"{key}; in every chunk of a stage")]
 
 

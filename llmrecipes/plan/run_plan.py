@@ -107,7 +107,7 @@ def derive_run(recipe: Recipe, world_size: int, cluster: Cluster) -> RunPlan:
         return RunPlan(plan.recipe, (plan,))
     stages = stage_recipes(recipe)
     plans = []
-    widest = max(stages, key=lambda stage: smallest_world(stage.parallelism))
+    widest = max(stages, key=lambda stage: smallest_world(stage.layout))
     with in_stage(widest):  # of ranks that are too few, the stage that needs the most is named
         layout(widest, world_size, cluster)
     for stage in stages:

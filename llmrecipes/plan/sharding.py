@@ -68,7 +68,7 @@ def sharded(
     """
     half = recipe.train.precision != "fp32"
     element = 2 if half else 4
-    reduced = 4 if recipe.parallelism.grad_reduce_in_fp32 or not half else element
+    reduced = 4 if recipe.train.grad_reduce_in_fp32 or not half else element
     on_host = zero.offload_optimizer != "none"
     parameter_bytes = share + _second_copy(recipe, zero, parameters)
     device_states = States(
@@ -135,7 +135,7 @@ def _buffers(
 def _host(recipe: Recipe, zero: Zero, element: int, reduced: int, parameters: int, share: int) -> States:
     gradients = optimizer = weights = 0
     if zero.offload_optimizer != "none":
-        accumulated = recipe.train.global_batch_size > recipe.train.micro_batch_size
+        accumulated = recipe.train.global_batch_size > recipe.layout.micro_batch_size
         # fp32 gradients of the update; besides them, those that are summed over micro-batches.
         gradients = 4 * share + (reduced if zero.stage == 3 else element * accumulated) * share
         in_memory = share if zero.offload_optimizer == "cpu" else min(share, _NVME_BUFFERS * zero.sub_group_size)
@@ -154,14 +154,14 @@ def check_zeropp(recipe: Recipe, world_size: int, cluster: Cluster) -> None:
         UserError: quantization on a CPU, hpZ groups that do not divide the ranks, or quantized gradients on fewer than
             two whole nodes.
     """
-    zero = recipe.zero
+    zero = recipe.layout.zero
     if zero is None:
         return
-    quantized = [key for key in ("zero_quantized_weights", "zero_quantized_gradients") if getattr(zero, key)]
+    quantized = [key for key in ("zero_quantized_weights", "zero_quantized_gradients") if getattr(recipe.train, key)]
     if quantized and not cluster.gpus:
         raise UserError(
             "true on a CPU",
-            where=f"zero.{quantized[0]}",
+            where=f"train.{quantized[0]}",
             rule="DeepSpeed quantizes with CUDA kernels",
             fix=f"remove {' and '.join(quantized)}",
         )
@@ -169,17 +169,17 @@ def check_zeropp(recipe: Recipe, world_size: int, cluster: Cluster) -> None:
     if world_size % size:
         raise UserError(
             f"{size} with {world_size} {'rank' if world_size == 1 else 'ranks'}",
-            where="zero.zero_hpz_partition_size",
+            where="layout.zero.zero_hpz_partition_size",
             rule="zero_hpz_partition_size must divide the number of ranks: that many adjacent ranks share a copy of "
             "the parameters",
             fix=f"zero_hpz_partition_size {divisors(world_size, size)}",
         )
-    if zero.zero_quantized_gradients:
+    if recipe.train.zero_quantized_gradients:
         node = len(cluster.gpus) // cluster.nodes
         if world_size % node or world_size < 2 * node:
             raise UserError(
                 f"true with {world_size} ranks on nodes of {node} GPUs",
-                where="zero.zero_quantized_gradients",
+                where="train.zero_quantized_gradients",
                 rule="DeepSpeed quantizes gradients between nodes: needs two or more nodes, with a rank on every GPU",
                 fix=f"{2 * node} ranks or another multiple of {node}, or remove zero_quantized_gradients",
             )

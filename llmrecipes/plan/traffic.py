@@ -128,7 +128,7 @@ def _element(plan: Plan) -> int:
 def _tokens(plan: Plan) -> int:
     """Tokens of a micro-batch on one context-parallel rank."""
     recipe = plan.recipe
-    return recipe.train.micro_batch_size * recipe.model.seq_length // plan.layout.context_parallel_size
+    return recipe.layout.micro_batch_size * recipe.model.seq_length // plan.layout.context_parallel_size
 
 
 def _activations(plan: Plan, width: int | None = None) -> int:
@@ -281,7 +281,7 @@ def _context(plan: Plan, *, again: bool) -> Iterator[Call]:
         size = _element(plan) * _tokens(plan) * width
         yield from [Call("message", ranks, size)] * ((3 + again) * (ranks - 1))
         return
-    tokens = plan.recipe.train.micro_batch_size * s.seq_length
+    tokens = plan.recipe.layout.micro_batch_size * s.seq_length
     for width in (s.key_size, s.value_size):
         size = _element(plan) * tokens * width // plan.layout.tensor_model_parallel_size
         yield from [Call("all-gather", ranks, size)] * (1 + again)
@@ -338,13 +338,13 @@ def _gradients(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
     layout = plan.layout
     s = plan.shape
     model = plan.recipe.model
-    parallel = plan.recipe.parallelism
+    parallel = plan.recipe.layout
     lora = plan.recipe.lora
     parameters = count_trained_on_rank(plan.recipe, s, layout, stage, plan.device)
     if lora is not None:
         parameters = count_adapters_on_rank(lora, model, s, layout, stage)
-    reduced = 4 if parallel.grad_reduce_in_fp32 else _element(plan)
-    zero = plan.recipe.zero if ENGINES[engine_name(plan.recipe)].all_of_zero else None
+    reduced = 4 if plan.recipe.train.grad_reduce_in_fp32 else _element(plan)
+    zero = plan.recipe.layout.zero if ENGINES[engine_name(plan.recipe)].all_of_zero else None
     replicas: tuple[tuple[GroupName, int, int], ...] = (
         ("data", parameters.dense, layout.data_parallel_size * layout.context_parallel_size),
         ("expert_data", parameters.experts, layout.expert_data_parallel_size),

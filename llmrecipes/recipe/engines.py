@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.sections.layout_section import AUTO
 
-AUTO = "auto"
 MEGATRON, DEEPSPEED = "megatron", "deepspeed"
 
 
@@ -32,7 +32,7 @@ class EngineEntry:
     requirements: str | None = None
     """Function that raises a `UserError` if a recipe needs what this machine lacks besides packages; without torch."""
     all_of_zero: bool = False
-    """Whether it has every stage and key of the section `zero`; otherwise stages 0 and 1 without further keys."""
+    """Whether it has every stage and key of `layout.zero`; otherwise stages 0 and 1 without further keys."""
     needs_data: str | None = None
     """Function that raises a `UserError` if a recipe cannot run on tensors without data (`llmrecipes dryrun`); without
     torch. None: every recipe can."""
@@ -56,16 +56,18 @@ ENGINES = {
 
 def engine_name(recipe: Recipe) -> str:
     """The engine that a recipe selects, or the default."""
-    if recipe.engine != AUTO:
-        return recipe.engine
-    zero = recipe.zero
+    if recipe.layout.engine != AUTO:
+        return recipe.layout.engine
+    zero = recipe.layout.zero
     needs_deepspeed = zero is not None and (zero.stage >= 2 or zero.offload_optimizer != "none")
     return DEEPSPEED if needs_deepspeed else MEGATRON
 
 
 def without_zero(recipe: Recipe) -> Recipe:
     """The same training without ZeRO, by the engine that then runs it."""
-    return recipe if recipe.zero is None else recipe.model_copy(update={"zero": None, "engine": AUTO})
+    return (
+        recipe if recipe.layout.zero is None else recipe.model_copy(update={"layout": {"zero": None}, "engine": AUTO})
+    )
 
 
 def can_read(name: str, written_by: str) -> bool:
@@ -75,5 +77,7 @@ def can_read(name: str, written_by: str) -> bool:
 
 def unknown_engine(recipe: Recipe) -> Iterator[Problem]:
     """The problem of an unknown engine."""
-    if recipe.engine != AUTO and recipe.engine not in ENGINES:
-        yield Problem("engine", repr(recipe.engine), f"one of {', '.join([AUTO, *ENGINES])}", "engine: auto")
+    if recipe.layout.engine != AUTO and recipe.layout.engine not in ENGINES:
+        yield Problem(
+            "layout.engine", repr(recipe.layout.engine), f"one of {', '.join([AUTO, *ENGINES])}", "layout.engine: auto"
+        )

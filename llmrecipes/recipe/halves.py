@@ -101,6 +101,8 @@ def _sections(annotation: Any, item: str = "") -> Iterator[tuple[str, type[Secti
     """The sections in the type of a key, with `.N` for those in a list."""
     if inspect.isclass(annotation) and issubclass(annotation, Section):
         yield item, annotation
+    if get_origin(annotation) is dict:  # whose keys are those of another section
+        return
     inner = f"{item}.{_ITEM}" if get_origin(annotation) is tuple else item
     for argument in get_args(annotation):
         yield from _sections(argument, inner)

@@ -20,7 +20,7 @@ from llmrecipes.recipe.derived import layer_pattern
 from llmrecipes.recipe.document import Kind, Problem
 from llmrecipes.recipe.engines import engine_name
 from llmrecipes.recipe.halves import half_of, learned_half
-from llmrecipes.recipe.reading import foreign, layouts
+from llmrecipes.recipe.reading import foreign, former, layouts
 from llmrecipes.recipe.reading.explain import explain
 from llmrecipes.recipe.reading.overrides import Override, apply, parse_override
 from llmrecipes.recipe.rules import recipe_rules, zero_rules
@@ -118,18 +118,20 @@ def _loaded(parsed: document.ParsedDocument, path: Path, overrides: Sequence[str
             changes.append(parse_override(text, hints=len(misspelt) < document.MAX_SHOWN))
         except UserError as error:
             misspelt.append(error)
-    overridden = {change.key: change.text for change in changes}
+    named = [change for change in changes if change.key == "layout" and layouts.is_name(change.value)]
+    overridden = {"layout.name" if change in named else change.key: change.text for change in changes}
 
     recipe = None
     ignored: list[str] = []
     if isinstance(data, dict):
-        for change in changes:
-            if change.key == "layout":
-                layouts.replace(data, change.value)
-        for change in changes:
-            problem = apply(data, change)
-            if problem:
-                problems.append(problem)
+        if (today := former.translated(data)) != data:
+            data, parsed = today, replace(parsed, lines={former.current(key): at for key, at in parsed.lines.items()})
+            if path.name != RECIPE:
+                logger.warning("note: %s: %s", path, former.NOTE)
+        for change in named:
+            layouts.replace(data, change.value)
+        applied = (apply(data, change) for change in changes if change not in named)
+        problems += [problem for problem in applied if problem]
         problems += layouts.take(data, parsed.lines)
         pattern, wrong = layer_pattern.take(data)
         problems += wrong
@@ -137,7 +139,8 @@ def _loaded(parsed: document.ParsedDocument, path: Path, overrides: Sequence[str
             recipe = Recipe.model_validate(data)
         except ValidationError as error:
             reported = {problem.key for problem in problems} | ({"model.num_layers"} if wrong else set())
-            problems += [problem for problem in explain(error, parsed.lines) if problem.key not in reported]
+            found = layouts.once(explain(error, parsed.lines), data)
+            problems += [problem for problem in found if problem.key not in reported]
         else:
             recipe, ignored = zero_rules.selected(recipe, overridden)
             problems += _check_name(recipe, path, overridden)
@@ -145,19 +148,20 @@ def _loaded(parsed: document.ParsedDocument, path: Path, overrides: Sequence[str
     if problems or misspelt or recipe is None:
         raise document.error_of(problems, misspelt, path, parsed.lines, overridden)
     if ignored:
-        stage = cast(Zero, recipe.zero).stage
+        stage = cast(Zero, recipe.layout.zero).stage
         engine = engine_name(recipe)
-        names = ", ".join(f"zero.{key}" for key in ignored)
-        logger.warning("note: %s: keys without effect at zero.stage %d with engine %s: %s", path, stage, engine, names)
-    return Loaded(recipe, path, parsed.lines, overridden, tuple(f"zero.{key}" for key in ignored))
+        names = ", ".join(f"layout.zero.{key}" for key in ignored)
+        logger.warning(
+            "note: %s: keys without effect at layout.zero.stage %d with engine %s: %s", path, stage, engine, names
+        )
+    return Loaded(recipe, path, parsed.lines, overridden, tuple(f"layout.zero.{key}" for key in ignored))
 
 
 def to_yaml(recipe: Recipe) -> str:
     """The resolved recipe as YAML that `load` accepts: all defaults but those that `layout: auto` is to replace."""
     values = recipe.model_dump(mode="json")
-    for section, names in layouts.undecided(recipe).items():
-        for name in names:
-            values[section].pop(name)
+    for name in layouts.undecided(recipe):
+        values["layout"].pop(name)
     return document.dump(values)
 
 

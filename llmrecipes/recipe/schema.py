@@ -5,7 +5,7 @@ Key names are Megatron's. Every key has an effect; none is reserved for later.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
@@ -13,6 +13,8 @@ from llmrecipes.recipe.sections.adversarial import Adversarial
 from llmrecipes.recipe.sections.data_steps import Steps
 from llmrecipes.recipe.sections.distill import Distill
 from llmrecipes.recipe.sections.faults import Faults
+from llmrecipes.recipe.sections.layout_section import LayoutKeys as LayoutKeys
+from llmrecipes.recipe.sections.layout_section import NamedLayout, Switch
 from llmrecipes.recipe.sections.model_section import TRAINING_ONLY as TRAINING_ONLY
 from llmrecipes.recipe.sections.model_section import Model as Model
 from llmrecipes.recipe.sections.only_with import OnlyWith
@@ -24,9 +26,7 @@ from llmrecipes.recipe.sections.qat import Qat
 from llmrecipes.recipe.sections.search_section import Search
 from llmrecipes.recipe.sections.section import (
     EXECUTION,
-    LEARNED,
     AlarmVariable,
-    JsonObject,
     NonNegFloat,
     NonNegInt,
     PosFloat,
@@ -36,10 +36,8 @@ from llmrecipes.recipe.sections.section import (
 )
 from llmrecipes.recipe.sections.source import Curriculum, Fim, Sources, StdlibSource, ValidSources
 from llmrecipes.recipe.sections.source import Source as Source
-from llmrecipes.recipe.sections.speed import Speed
 from llmrecipes.recipe.sections.stage_section import Stage
 from llmrecipes.recipe.sections.tokenizer_section import AnyTokenizer, BpeTokenizer
-from llmrecipes.recipe.sections.zero import Zero
 
 
 class EvalTasks(Section):
@@ -119,63 +117,11 @@ class Lora(Section):
         return (self.rank if self.alpha is None else self.alpha) / self.rank
 
 
-class Parallelism(Section):
-    """How the work is distributed over ranks. The data-parallel size is derived: world size divided by the
-    model-parallel degrees."""
-
-    half = EXECUTION
-
-    tensor_model_parallel_size: PosInt = 1
-    """Tensor-parallel size: ranks that share every layer's matrices and heads (Megatron-LM, arXiv 1909.08053)."""
-    pipeline_model_parallel_size: PosInt = 1
-    """Pipeline-parallel size: stages into which the layers are split (1F1B, arXiv 2104.04473)."""
-    virtual_pipeline_model_parallel_size: Annotated[int, Field(gt=1)] | None = None
-    """Chunks of layers per pipeline stage: a smaller bubble at the cost of more communication (interleaved schedule,
-    arXiv 2104.04473); unset: one."""
-    context_parallel_size: PosInt = 1
-    """Context-parallel size: ranks that share every sequence, two chunks each (Llama 3, arXiv 2407.21783, section
-    3.3.2)."""
-    expert_model_parallel_size: PosInt = 1
-    """Expert-parallel size: ranks that share the experts of a layer. These are the tensor-, context- and
-    data-parallel ranks, not additional ones (arXiv 2504.14960)."""
-    expert_tensor_parallel_size: PosInt | None = None
-    """Ranks that share the matrices of each expert; unset: `tensor_model_parallel_size`."""
-    sequence_parallel: bool = False
-    """Split norms, dropout and the residual stream by tokens over the tensor-parallel ranks (arXiv 2205.05198)."""
-    num_layers_in_first_pipeline_stage: PosInt | None = None
-    """Layers in the first pipeline stage; stages without an explicit number share the remaining layers evenly."""
-    num_layers_in_last_pipeline_stage: PosInt | None = None
-    """Layers in the last pipeline stage."""
-    account_for_embedding_in_pipeline_split: bool = False
-    """Count the embedding as a layer of the first stage, which then has one layer fewer."""
-    account_for_loss_in_pipeline_split: bool = False
-    """Count output layer and loss as a layer of the last stage, which then has one layer fewer."""
-    pipeline_model_parallel_layout: Annotated[str, Field(min_length=1)] | None = None
-    """Contents of every pipeline stage in megatron-core's notation: `|` separates stages, with virtual stages chunk
-    by chunk; `E` is the embedding, `t` a transformer layer, `m` a layer of multi-token prediction, `L` the loss,
-    `(tt|)*2` is `tt|tt|`. Unset: as set by the keys above, or evenly."""
-    use_distributed_optimizer: bool = True
-    """Shard optimizer state and master weights over data-parallel ranks (ZeRO-1, arXiv 1910.02054)."""
-    overlap_grad_reduce: bool = False
-    """Reduce gradients bucket by bucket during the backward pass."""
-    overlap_param_gather: bool = False
-    """Gather updated parameters during the next forward pass; needs `overlap_grad_reduce` and the distributed
-    optimizer."""
-    grad_reduce_in_fp32: Annotated[bool, LEARNED] = True
-    """Accumulate and reduce gradients in fp32 even if the model is bf16 or fp16."""
-
-
-RecomputeModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe_act", "shared_experts", "moe"]
-"""What `recipe/speedups/recompute.py` has rules for."""
-
-
 class Train(Section):
     """Length, batch, precision and memory of the run."""
 
     train_iters: PosInt
     """Number of optimizer steps."""
-    micro_batch_size: Annotated[PosInt, EXECUTION] = 1
-    """Sequences per forward pass of a data-parallel rank."""
     global_batch_size: PosInt
     """Sequences per optimizer step; must be a multiple of `micro_batch_size` × data-parallel size. The quotient is the
     number of gradient-accumulation steps."""
@@ -194,6 +140,27 @@ class Train(Section):
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Data type of weights and activations. bf16 and fp16 keep fp32 master weights; fp16 scales the loss
     dynamically."""
+    grad_reduce_in_fp32: bool = True
+    """Accumulate and reduce gradients in fp32 even if the model is bf16 or fp16."""
+    reduce_scatter_with_fp32_accumulation: Switch = None
+    """Send gradients in 16 bits and accumulate them in fp32; needs `grad_reduce_in_fp32: false`. Unset: off."""
+    fp8: Literal["e4m3", "hybrid"] | None = None
+    """8-bit format of the GEMMs in TransformerEngine's layers, on Hopper GPUs or newer: `e4m3`, or `hybrid` with
+    gradients in `e5m2`. It rounds differently from bf16 and so changes the training. Unset: off."""
+    fp8_recipe: Literal["blockwise", "tensorwise", "mxfp8", "delayed"] | None = None
+    """With `fp8`, which values share a scale: blocks of 128 values (`blockwise`), a tensor (`tensorwise`), or 32
+    values (`mxfp8`, Blackwell); `delayed` is refused. Unset: `mxfp8` on Blackwell, otherwise `blockwise`."""
+    first_last_layers_bf16: Switch = None
+    """With `fp8`: compute the first and the last layers in bf16. Unset: off."""
+    num_layers_at_start_in_bf16: NonNegInt | None = None
+    """Number of first layers in bf16, with `first_last_layers_bf16`. Unset: 1."""
+    num_layers_at_end_in_bf16: NonNegInt | None = None
+    """Number of last layers in bf16, with `first_last_layers_bf16`. Unset: 1."""
+    zero_quantized_weights: bool = False
+    """Gather parameters in int8 (ZeRO++ qwZ); stage 3 on GPUs. The result differs from an unquantized run."""
+    zero_quantized_gradients: bool = False
+    """Reduce gradients in int4 between nodes (ZeRO++ qgZ); stage 3 in fp16, on two or more nodes with GPUs. The result
+    differs from an unquantized run."""
     seed: NonNegInt = 1234
     """Seed of initialisation, dropout and data order."""
     eval_interval: PosInt = 100
@@ -223,27 +190,6 @@ class Train(Section):
     keep_zeros: bool = False
     """Keep weights of the layers' matrices that are exactly zero at zero, such as those removed by `llmrecipes
     prune`."""
-    recompute_granularity: Annotated[Literal["selective", "full", "auto"] | None, EXECUTION] = None
-    """Recompute parts of layers (`selective`, see `recompute_modules`) or whole layers (`full`) in the backward pass
-    instead of storing activations (arXiv 2205.05198), except core attention whose kernel stores no scores, as on all
-    GPUs. `auto`: the least that fits the machine with 5% of its memory free."""
-    recompute_method: Annotated[Literal["uniform", "block"] | None, EXECUTION] = None
-    """For `full`: recompute all layers in chunks (`uniform`), or only the first layers (`block`)."""
-    recompute_num_layers: Annotated[PosInt | None, EXECUTION] = None
-    """For `full`: layers per chunk (`uniform`), or number of recomputed layers (`block`)."""
-    recompute_modules: Annotated[
-        Annotated[tuple[RecomputeModule, ...], Field(min_length=1, strict=False)] | None, EXECUTION
-    ] = None
-    """For `selective`: parts of each layer to recompute; unset: `core_attn`. `layernorm`: the norms before attention
-    and MLP, unless fused with the next GEMM. `mla_up_proj`: queries, keys and values of latent attention. `mlp`:
-    dense MLPs. `moe_act`: the activation of experts (TransformerEngine only). `shared_experts`. `moe`: experts with
-    router and dispatch."""
-    torch_compile: Annotated[bool, EXECUTION] = False
-    """Compile the transformer layers and the loss with torch.compile; in layers with experts, only the attention."""
-    loss_chunk_tokens: Annotated[NonNegInt | None, EXECUTION] = None
-    """Tokens per chunk in which the output layer and the loss are computed, so that the logits of a micro-batch are
-    never all in memory; 0: no chunks. Unset: chunks only if the logits would take more than 1/16 of a GPU's memory,
-    or 256 MiB on a CPU."""
     initial_loss_scale: PosFloat = 65536.0
     """Initial fp16 loss scale."""
     min_loss_scale: PosFloat = 1.0
@@ -406,8 +352,6 @@ class Tracking(Section):
 NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 MOST_LAYOUTS = 64
 """Each is checked whenever the recipe is read."""
-AUTO = "auto"
-"""The `layout` that is chosen for the machine."""
 
 
 class Recipe(Section):
@@ -417,18 +361,12 @@ class Recipe(Section):
     """Name of the recipe: lower-case letters, digits, `.`, `_` and `-`. Also the folder of its runs."""
     description: Annotated[str, EXECUTION] = ""
     """One-line description for `llmrecipes list`."""
-    engine: Annotated[str, EXECUTION] = "auto"
-    """Training engine: `auto`, `megatron` or `deepspeed`. `auto` selects deepspeed for `zero.stage` 2 and 3 and for
-    offload, otherwise megatron."""
     model: Model
-    parallelism: Parallelism = Parallelism()
-    zero: Zero | None = None
     lora: Lora | None = None
     distill: Distill | None = None
     dpo: Dpo | None = None
     qat: Qat | None = None
     train: Train
-    speed: Speed = Speed()
     optimizer: Optimizer
     scheduler: Scheduler = Scheduler()
     data: Data = Data()
@@ -438,12 +376,13 @@ class Recipe(Section):
     search: Search | None = None
     stages: Annotated[tuple[Stage, ...], Field(strict=False)] = ()
     """Parts of the run with different values of some keys, in order; unset: a single stage."""
-    layout: Annotated[Annotated[str, Field(min_length=1)] | None, EXECUTION] = None
-    """Which of `layouts` sets the keys that say how the recipe is executed, or `auto`: degrees, micro-batch and
-    recomputation that are not set are chosen for the GPUs of the run, the fastest that fit. Set on the command line
-    (`layout=auto`), it replaces those of the file. Unset: as set in their sections."""
-    layouts: Annotated[dict[Annotated[str, Field(pattern=NAME)], JsonObject], EXECUTION] = Field(
+    layout: LayoutKeys = LayoutKeys()
+    layouts: Annotated[dict[Annotated[str, Field(pattern=NAME)], NamedLayout], EXECUTION] = Field(
         default={}, max_length=MOST_LAYOUTS
     )
-    """Named layouts for `layout`: keys of `parallelism`, `speed`, recomputation, `micro_batch_size`, `torch_compile`
-    and `loss_chunk_tokens` without their sections, and `zero`."""
+    """Named layouts: keys of `layout`. `layout=NAME` on the command line replaces degrees, micro-batch and
+    recomputation of the file by those of the layout."""
+
+    def with_layout(self, **keys: Any) -> Self:
+        """The same with other values of keys of `layout`."""
+        return self.model_copy(update={"layout": self.layout.model_copy(update=keys)})

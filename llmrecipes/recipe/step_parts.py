@@ -73,5 +73,5 @@ def unsupported(recipe: Recipe) -> Iterator[Problem]:
                 each.key,
                 f"{shown} with engine {name}",
                 f"the engine {name} does not support {each.what or key}",
-                f"remove {key}, or engine megatron without zero.stage 2, 3 and offload",
+                f"remove {key}, or engine megatron without layout.zero.stage 2, 3 and offload",
             )

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from llmrecipes.checkpoint.compatibility import Difference, differences
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.halves import learned
+from llmrecipes.recipe.reading.former import translated
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.sections.search_section import Search
 from llmrecipes.recipe.variants.proxy import suffixed
@@ -185,7 +186,7 @@ def recipe_of_study(study: optuna.Study) -> Recipe | None:
     None if the study was never started, or its recipe is not one of this version.
     """
     try:
-        return Recipe.model_validate(study.user_attrs.get(RECIPE))
+        return Recipe.model_validate(translated(study.user_attrs.get(RECIPE, {})))
     except ValidationError:
         return None
 
@@ -285,6 +286,7 @@ def _require_same(study: optuna.Study, recipe: Recipe, where: str) -> None:
 
 def _with_defaults(then: dict[str, Any]) -> dict[str, Any]:
     """The basis of a study from an older version, with the keys that have been added since."""
+    then = translated(then)
     try:
         recipe = Recipe.model_validate({**then, "search": None})
     except ValidationError:

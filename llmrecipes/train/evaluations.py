@@ -90,7 +90,7 @@ def held_out_losses(
     every = ({} if loaders.valid is None else {SPLIT: loaders.valid}) | dict(loaders.valid_sources)
     losses: dict[str, HeldOutSet] = {}
     for name, read in every.items():
-        batches = HeldOutBatches(read(), (recipe.train.micro_batch_size, recipe.model.seq_length))
+        batches = HeldOutBatches(read(), (recipe.layout.micro_batch_size, recipe.model.seq_length))
 
         def interrupted(batches: HeldOutBatches = batches) -> bool:
             beat("evaluate")

@@ -274,7 +274,7 @@ def samples_of(consumed: int, plan: Plan, data_parallel_rank: int) -> list[int]:
     micro_batches = sample_ids(
         consumed + size,
         consumed_samples=consumed,
-        micro_batch_size=plan.recipe.train.micro_batch_size,
+        micro_batch_size=plan.recipe.layout.micro_batch_size,
         global_batch_size=size,
         data_parallel_rank=data_parallel_rank,
         data_parallel_size=plan.layout.data_parallel_size,

@@ -111,7 +111,7 @@ def open_loaders(recipe: Recipe, prepared: Prepared, world: World, *, pin_memory
         _read,
         recipe,
         prepared,
-        micro_batch_size=recipe.train.micro_batch_size,
+        micro_batch_size=recipe.layout.micro_batch_size,
         global_batch_size=recipe.train.global_batch_size,
         data_parallel_rank=world.data_parallel_rank,
         data_parallel_size=world.data_parallel_size,

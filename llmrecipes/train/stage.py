@@ -20,9 +20,9 @@ from llmrecipes.engine.base import Backend, Progress, World
 from llmrecipes.errors import ExitCode
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.plan_table import stage_facts
+from llmrecipes.recipe.derived.degrees import DEGREES, OF_GROUPS
 from llmrecipes.recipe.load import recipe_hash
-from llmrecipes.recipe.schema import Parallelism, Recipe
-from llmrecipes.recipe.sections.speed import Speed
+from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import Note
 from llmrecipes.train.agreement import any_rank
 from llmrecipes.train.evaluations import evaluation_due
@@ -44,14 +44,15 @@ def layouts(engines: Backend) -> Iterator[Callable[[Recipe], World]]:
     the communicators of two layouts.
     """
     with ExitStack() as groups:
-        now: list[tuple[Parallelism, Speed, World]] = []
+        now: list[tuple[list[object], World]] = []
 
         def lay_out(recipe: Recipe) -> World:
-            if not now or now[0][:2] != (recipe.parallelism, recipe.speed):
+            wanted = [getattr(recipe.layout, name) for name in (*DEGREES, *OF_GROUPS)]
+            if not now or now[0][0] != wanted:
                 now.clear()
                 groups.close()
-                now.append((recipe.parallelism, recipe.speed, groups.enter_context(engines.lay_out(recipe))))
-            return now[0][2]
+                now.append((wanted, groups.enter_context(engines.lay_out(recipe))))
+            return now[0][1]
 
         yield lay_out
 

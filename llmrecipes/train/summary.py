@@ -324,8 +324,8 @@ def describe(joined: Joined, plan: Plan, implementation: Implementation, progres
         **_adapters(plan),
         "device": f"{plan.layout.world_size} × {device}, {train.precision}, about {gib(plan.memory.total)} a rank",
         "batch": f"{train.global_batch_size} × {recipe.model.seq_length} = {number(plan.tokens_per_step)} tokens, "
-        f"micro-batch {train.micro_batch_size} × {plan.num_microbatches} × "
-        + with_zero(f"{plan.layout.data_parallel_size} data-parallel", recipe.zero),
+        f"micro-batch {recipe.layout.micro_batch_size} × {plan.num_microbatches} × "
+        + with_zero(f"{plan.layout.data_parallel_size} data-parallel", recipe.layout.zero),
         "data": data,
         "steps": f"{progress.step} done, {train.train_iters - progress.step} to go",
     }

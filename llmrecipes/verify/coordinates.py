@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmrecipes.errors import UserError
+from llmrecipes.recipe.engines import engine_name
 from llmrecipes.recipe.schema import Recipe
 
 if TYPE_CHECKING:
@@ -118,7 +119,9 @@ def measure(recipes: Sequence[Recipe], iters: int, data_dir: Path) -> Coordinate
                 engine.close()
     if not seen[0][0]:
         raise UserError(
-            f"engine {first.engine}", where="engine", rule="only the engine megatron can measure activations"
+            f"engine {engine_name(first)}",
+            where="layout.engine",
+            rule="only the engine megatron can measure activations",
         )
     values = {name: [[width[step][name] for width in seen] for step in range(iters)] for name in seen[0][0]}
     return Coordinates(tuple(recipe.model.hidden_size for recipe in recipes), values)
@@ -126,9 +129,8 @@ def measure(recipes: Sequence[Recipe], iters: int, data_dir: Path) -> Coordinate
 
 def _with_logits(recipe: Recipe) -> Recipe:
     """The recipe with a loss that has the logits of a micro-batch together, to be watched."""
-    return recipe.model_copy(
-        update={"train": recipe.train.model_copy(update={"loss_chunk_tokens": 0, "z_loss_coeff": 0.0})}
-    )
+    train = recipe.train.model_copy(update={"z_loss_coeff": 0.0})
+    return recipe.model_copy(update={"train": train}).with_layout(loss_chunk_tokens=0)
 
 
 @contextmanager

@@ -104,17 +104,17 @@ def _rows(compute: _Computer, recipe: Recipe) -> Iterator[Invariant]:
         yield _compared("labels under the mask", first, compute.step(recipe, lambda b: _relabelled(_masked(0)(b))))
     by_batch = model.moe_router_load_balancing_type in ("aux_loss", "global_aux_loss")
     balanced = model.num_moe_experts is not None and by_batch
-    other = 2 if train.micro_batch_size == 1 else 1
+    other = 2 if recipe.layout.micro_batch_size == 1 else 1
     ways: list[tuple[str, str | None, dict[str, Any]]] = [
         (
             "micro-batch size",
             _by_micro_batch(recipe) or ("one micro-batch in a step" if train.global_batch_size % other else None),
-            {"train": {"micro_batch_size": other}, "model": {"moe_aux_loss_coeff": 0.0} if balanced else {}},
+            {"model": {"moe_aux_loss_coeff": 0.0} if balanced else {}, "layout": {"micro_batch_size": other}},
         ),
         (
             "recomputation",
             None,
-            {"train": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}},
+            {"layout": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}},
         ),
     ]
     if model.num_moe_experts is not None and model.moe_expert_capacity_factor is None:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from llmrecipes.recipe.schema import Zero
+from llmrecipes.recipe.sections.zero import Zero
 from llmrecipes.recipe.variants.proxy import Scaled
 from llmrecipes.verify.verify_spec import ReplicaDifference, StepRecord, TrainingRecord
 

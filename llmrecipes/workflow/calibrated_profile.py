@@ -9,6 +9,7 @@ from typing import Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.plan.speed.calibration import CalibrationReport, MeasuredRun, report, tracked
+from llmrecipes.recipe.reading.former import current
 from llmrecipes.runfiles import PLAN, RunFiles
 from llmrecipes.tracking.events import MEASURED
 from llmrecipes.tracking.run_list import last_note
@@ -100,7 +101,7 @@ def _of_mlflow(experiment: str, runs_dir: Path) -> list[tuple[str, MeasuredRun |
 
 
 def _of_mlflow_run(name: str, run: Any) -> MeasuredRun | str:
-    params = run.data.params
+    params = {current(key): value for key, value in run.data.params.items()}
     metrics = run.data.metrics
     try:
         predicted = json.loads(run.data.tags.get("predicted", "null"))
@@ -108,7 +109,7 @@ def _of_mlflow_run(name: str, run: Any) -> MeasuredRun | str:
             return _NOTHING
         if "measured/step_seconds" not in metrics:
             return _SHORT
-        sizes = {kind: int(json.loads(params.get(f"parallelism.{key}", "1")) or 1) for kind, key in _SIZES.items()}
+        sizes = {kind: int(json.loads(params.get(f"layout.{key}", "1")) or 1) for kind, key in _SIZES.items()}
         sizes["data"] = int(run.data.tags.get("layout", "dp1").removeprefix("dp"))
         return tracked(name, sizes, predicted, metrics)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):

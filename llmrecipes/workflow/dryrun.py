@@ -139,12 +139,12 @@ def _check(recipe: Recipe, skew: float) -> None:
     if engine.needs_data is not None:
         resolve_name(engine.needs_data)(recipe)
     require_installed(recipe)
-    if recipe.train.torch_compile:
+    if recipe.layout.torch_compile:
         raise UserError(
             "true",
-            where="train.torch_compile",
+            where="layout.torch_compile",
             rule="torch.compile needs a device",
-            fix="train.torch_compile=false",
+            fix="layout.torch_compile=false",
         )
     if skew != 1.0 and not recipe.model.num_moe_experts:
         raise UserError(f"{skew:g}", where="--skew", rule="--skew is only for a mixture of experts")

@@ -26,9 +26,9 @@ from llmrecipes.launch.local import run_ranks
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.run_plan import RunPlan, derive_run
 from llmrecipes.recipe.derived.batch_schedule import without_ramp
-from llmrecipes.recipe.engines import without_zero
+from llmrecipes.recipe.derived.degrees import undivided
 from llmrecipes.recipe.load import load_values
-from llmrecipes.recipe.schema import Parallelism, Recipe
+from llmrecipes.recipe.schema import Recipe
 from llmrecipes.rundir import Run
 from llmrecipes.runfiles import new_run_id, run_of
 from llmrecipes.train.rank import failure_reported, rank_main
@@ -273,13 +273,14 @@ def on_ranks(recipe: Recipe, layout: EvaluationLayout) -> Recipe:
         raise UserError(
             f"{tensor}", where="--tp", rule=f"--tp must divide the {groups} key/value heads", fix=f"--tp {near}"
         )
-    parallel = Parallelism(
+    train = without_ramp(recipe.train, global_batch_size=ranks // tensor)
+    return undivided(
+        recipe.model_copy(update={"train": train}),
         tensor_model_parallel_size=tensor,
         sequence_parallel=tensor > 1 and recipe.model.num_moe_experts is not None,  # experts need it
-        use_distributed_optimizer=recipe.parallelism.use_distributed_optimizer,
+        use_distributed_optimizer=recipe.layout.use_distributed_optimizer,
+        micro_batch_size=1,
     )
-    train = without_ramp(recipe.train, micro_batch_size=1, global_batch_size=ranks // tensor)
-    return without_zero(recipe).model_copy(update={"parallelism": parallel, "train": train})
 
 
 def _require_memory(plan: Plan, layout: EvaluationLayout) -> None:

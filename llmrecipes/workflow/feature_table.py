@@ -113,36 +113,38 @@ def _elsewhere(plan: Plan, profile: Profile | None) -> Iterator[FeatureRow]:
     yield _planned(
         plan,
         profile,
-        "train.recompute_granularity",
+        "layout.recompute_granularity",
         recomputed,
         "auto: the least that fits" if plan.recompute_auto else "set in the recipe" if recomputed else "default",
         dict.fromkeys(("granularity", "method", "num_layers", "modules")) if recomputed else None,
-        prefix="train.recompute_",
+        prefix="layout.recompute_",
     )
     yield FeatureRow(
-        "train.torch_compile",
-        recipe.train.torch_compile,
+        "layout.torch_compile",
+        recipe.layout.torch_compile,
         "set in the recipe"
-        if recipe.train.torch_compile
+        if recipe.layout.torch_compile
         else f"default{'; kernels of TransformerEngine are fused already' if target.transformer_engine else ''}",
         "fuses the rest of megatron-core's own layers",
         "expected",
-        f"train.torch_compile={_text(not recipe.train.torch_compile)}",
+        f"layout.torch_compile={_text(not recipe.layout.torch_compile)}",
     )
     chunks = plan.loss_chunk_tokens
     fixed = obstacle_to_chunks(recipe) or recipe.train.z_loss_coeff
     yield _planned(
         plan,
         profile,
-        "train.loss_chunk_tokens",
+        "layout.loss_chunk_tokens",
         chunks,
         _why_chunks(plan),
         None if fixed else {"loss_chunk_tokens": 0 if chunks else CHUNK},
-        prefix="train.",
+        prefix="layout.",
     )
     for name in ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer", "grad_reduce_in_fp32"):
-        value = getattr(recipe.parallelism, name)
-        default = type(recipe.parallelism).model_fields[name].default
+        section = "train" if name == "grad_reduce_in_fp32" else "layout"
+        keys = getattr(recipe, section)
+        value = getattr(keys, name)
+        default = type(keys).model_fields[name].default
         change = {name: not value}
         if name in ("overlap_grad_reduce", "use_distributed_optimizer") and value:
             change["overlap_param_gather"] = False
@@ -151,11 +153,11 @@ def _elsewhere(plan: Plan, profile: Profile | None) -> Iterator[FeatureRow]:
         yield _planned(
             plan,
             profile,
-            f"parallelism.{name}",
+            f"{section}.{name}",
             value,
             "default" if value == default else "set in the recipe",
             change,
-            prefix="parallelism.",
+            prefix=f"{section}.",
         )
 
 
@@ -166,9 +168,9 @@ def _why_chunks(plan: Plan) -> str:
         return obstacle[1]
     if recipe.train.z_loss_coeff:
         return "train.z_loss_coeff is computed by the loss in chunks"
-    if recipe.train.loss_chunk_tokens is None:
+    if recipe.layout.loss_chunk_tokens is None:
         return "chosen on GPUs only" if plan.device == "cpu" else f"logits take at most {MOST_LOGITS:.0%} of the GPU"
-    unset = _with(recipe, {"train.loss_chunk_tokens": None})
+    unset = _with(recipe, {"layout.loss_chunk_tokens": None})
     if (
         cluster.gpus
         and with_chunks(unset, plan.shape, plan.layout, gpu_memory(cluster, plan.layout.world_size)) == recipe

@@ -33,7 +33,7 @@ SUFFIXES = {".jsonl": "jsonl", ".parquet": "parquet", ".txt": "text"}
 """Types of files that are named without a type."""
 COMMENTS = {
     "train.train_iters": "steps",
-    "train.micro_batch_size": "sequences on one rank at a time: the largest that fits, by the plan",
+    "layout.micro_batch_size": "sequences on one rank at a time: the largest that fits, by the plan",
     "train.global_batch_size": "sequences per step",
     "optimizer.lr": "peak; llmrecipes search tries others",
     "data.sources": "blended by weight: the share of the samples, however much text a source has",
@@ -159,7 +159,9 @@ def nearest(params: int) -> str:
             recipe = load(name).recipe
         except UserError:  # one invalid file must not hide the others
             continue
-        plain = not (recipe.lora or recipe.zero or recipe.data.chat or recipe.distill or recipe.model.num_moe_experts)
+        plain = not (
+            recipe.lora or recipe.layout.zero or recipe.data.chat or recipe.distill or recipe.model.num_moe_experts
+        )
         if plain and recipe.train.pretrained is None:
             ratio = abs(math.log(count(recipe.model, shape(recipe.model)).total / params))
             candidates.append((round(ratio, 6), len(name), name))
@@ -234,8 +236,7 @@ def make(wanted: Wanted) -> Made:
     path = Path(f"{wanted.name}.yaml")
     seq_length = wanted.seq_length or base.model.seq_length
     values = changed_values(base)
-    for section in ("zero", "search", "parallelism", "engine"):
-        values.pop(section, None)
+    values.pop("search", None)
     model = dict(wanted.model or values["model"]) | {"seq_length": seq_length}
     if model.get("max_position_embeddings", seq_length) < seq_length:
         model["max_position_embeddings"] = seq_length
@@ -244,7 +245,7 @@ def make(wanted: Wanted) -> Made:
         "name": wanted.name,
         "description": f"made by llmrecipes new, in the shape of {base.name}",
         "model": model,
-        "parallelism": base.parallelism.model_dump(include=kept, exclude_defaults=True),
+        "layout": base.layout.model_dump(include=kept, exclude_defaults=True),
     }
     values.pop("stages", None)
     for key in GROWING:  # made for the tokens and the ranks of the other recipe
@@ -269,11 +270,9 @@ def make(wanted: Wanted) -> Made:
     batch = max(1, round(base.train.global_batch_size * base.model.seq_length / sized.model.seq_length))
     while batch > 1 and tokens < LEAST_STEPS * batch * sized.model.seq_length:
         batch = -(-batch // 2)
-    values["train"] |= {"global_batch_size": batch, "micro_batch_size": 1} | (
-        {"precision": "bf16"} if machine.gpus else {}
-    )
+    values["train"] |= {"global_batch_size": batch} | ({"precision": "bf16"} if machine.gpus else {})
     recipe, ranks = fitted(load_values(values, path, wanted.overrides).recipe, machine)
-    values |= recipe.model_dump(mode="json", include={"parallelism", "train"}, exclude_defaults=True)
+    values |= recipe.model_dump(mode="json", include={"layout", "train"}, exclude_defaults=True)
     iters = max(1, round(tokens / (recipe.train.global_batch_size * recipe.model.seq_length)))
     values["train"]["train_iters"] = iters
     values["train"]["eval_interval"] = min(base.train.eval_interval, max(1, iters // 4))

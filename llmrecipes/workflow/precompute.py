@@ -175,7 +175,7 @@ def _require_space(folder: Path, size: int) -> None:
 
 
 def _ranks(recipe: Recipe, nproc: int | None, nodes_: int, cluster: Cluster) -> int:
-    least = smallest_world(recipe.parallelism)
+    least = smallest_world(recipe.layout)
     if nproc is None:
         return max(nodes_, least, len(cluster.gpus) // least * least)
     if nproc % least or nproc % nodes_:
@@ -191,7 +191,7 @@ def _require_memory(plan: Plan) -> None:
         raise UserError(
             f"weights need {gib(plan.memory.weights)} a rank, {gib(plan.memory_capacity_bytes)} available",
             where=f"recipe {plan.recipe.name}", rule="the ranks of a replica hold the frozen model",
-            fix="a larger parallelism.tensor_model_parallel_size or pipeline_model_parallel_size for this command",
+            fix="a larger layout.tensor_model_parallel_size or pipeline_model_parallel_size for this command",
         )  # fmt: skip
 
 
@@ -417,7 +417,7 @@ def compute(spec: PrecomputeSpec, platform: Platform, world: World) -> None:
         frozen.load()
     else:
         load_frozen_from(frozen, spec.frozen, plan.recipe.model)
-    work, micro, replicas = work_folder(spec.folder), recipe.train.micro_batch_size, world.data_parallel_size
+    work, micro, replicas = work_folder(spec.folder), recipe.layout.micro_batch_size, world.data_parallel_size
     kind = (Pairs if recipe.distill is None else TopLogits)(recipe, open_prepared(recipe, spec.data_dir), work)
     # Rank 0 decides: ranks may see different listings of a shared file system.
     parts = _parts(work, kind, micro, replicas) if world.is_first else []

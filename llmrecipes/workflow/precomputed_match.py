@@ -53,9 +53,9 @@ def place(recipe: Recipe) -> tuple[str, Path]:
 
 def passes_recipe(recipe: Recipe, ranks: int) -> Recipe:
     """The recipe of the frozen model's passes on a number of ranks: a micro-batch on each pipeline stage."""
-    parallel = recipe.parallelism
+    parallel = recipe.layout
     replicas = ranks // model_parallel_size(parallel) or 1
-    size = recipe.train.micro_batch_size * replicas * parallel.pipeline_model_parallel_size
+    size = recipe.layout.micro_batch_size * replicas * parallel.pipeline_model_parallel_size
     live = with_frozen_model(recipe)
     frozen = reference_recipe(live) if live.distill is None else teacher_recipe(live)
     # Initial values are those that the passes beside training have: of a teacher, for rehearsals, others than its own.

@@ -21,11 +21,12 @@ from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.plan.check import check_fewer, check_run, require_elastic_world
 from llmrecipes.plan.derive import default_world_size
 from llmrecipes.plan.run_plan import RunPlan
+from llmrecipes.recipe.derived.degrees import undivided
 from llmrecipes.recipe.derived.stage_runs import stage_recipes
 from llmrecipes.recipe.derived.stages import decay_iters
-from llmrecipes.recipe.engines import engine_name, without_zero
-from llmrecipes.recipe.schema import Parallelism, Recipe
-from llmrecipes.recipe.sections.speed import Speed
+from llmrecipes.recipe.engines import engine_name
+from llmrecipes.recipe.schema import LayoutKeys, Recipe, Train
+from llmrecipes.recipe.speedups.features import FEATURES
 from llmrecipes.rundir import Run
 from llmrecipes.runfiles import checked_run_id
 from llmrecipes.train.completeness import require_complete
@@ -110,13 +111,20 @@ def on_one_rank(recipe: Recipe) -> Recipe:
     Without stages, which may have layouts of several ranks, and without ZeRO, so that a checkpoint can be read where
     DeepSpeed, or the disk that it offloaded to, is missing.
     """
-    single = Parallelism(use_distributed_optimizer=recipe.parallelism.use_distributed_optimizer)
-    # It trains nothing that would make up for the time to compile.
-    plain = Speed(bias_activation_fusion=False, bias_dropout_fusion=False)
+    unset = dict.fromkeys(FEATURES)
+    plain = {
+        **{name: None for name in unset if name in LayoutKeys.model_fields},
+        # It trains nothing that would make up for the time to compile.
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "use_distributed_optimizer": recipe.layout.use_distributed_optimizer,
+    }
+    train = recipe.train.model_copy(update={name: None for name in unset if name in Train.model_fields})
     model = recipe.model
     if model.moe_token_dispatcher_type == "flex":  # noqa: S105 - no password
         model = model.model_copy(update={"moe_token_dispatcher_type": "alltoall"})  # flex needs several ranks
-    return without_zero(recipe).model_copy(update={"model": model, "parallelism": single, "speed": plain, "stages": ()})
+    single = recipe.model_copy(update={"model": model, "train": train, "stages": ()})
+    return undivided(single, **plain)
 
 
 def is_prepared(recipe: Recipe, data_dir: Path) -> bool:

@@ -18,10 +18,10 @@ from llmrecipes.launch.local import run_ranks
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.plan.layout import local_layers_reason
 from llmrecipes.plan.run_plan import derive_run
-from llmrecipes.recipe.derived.degrees import smallest_world
-from llmrecipes.recipe.engines import without_zero
-from llmrecipes.recipe.schema import Parallelism, Recipe, Scheduler
-from llmrecipes.recipe.speedups.features import needing_a_gpu
+from llmrecipes.recipe.derived.degrees import smallest_world, undivided
+from llmrecipes.recipe.schema import Recipe, Scheduler
+from llmrecipes.recipe.speedups.features import key_of, needing_a_gpu, wanted_of
+from llmrecipes.recipe.speedups.recompute import recomputation
 from llmrecipes.recipe.variants.proxy import Degree, Device, Scaled, proxy, scaled
 from llmrecipes.recipe.variants.width import at_width
 from llmrecipes.runfiles import RunFiles, new_run_id
@@ -160,10 +160,10 @@ def _not_covered(recipe: Recipe, small: Recipe, cluster: Cluster) -> Iterator[st
         dropped.append(f"lora.dropout {recipe.lora.dropout:g}")
     if dropped:
         yield f"{', '.join(dropped)}: 0 ran"
-    if recipe.train.micro_batch_size != small.train.micro_batch_size:
-        yield f"train.micro_batch_size {recipe.train.micro_batch_size}: {small.train.micro_batch_size} ran"
-    if kernels := [name for name in needing_a_gpu() if getattr(recipe.speed, name)]:
-        yield f"{', '.join(f'speed.{name}' for name in kernels)}: unset"
+    if recipe.layout.micro_batch_size != small.layout.micro_batch_size:
+        yield f"layout.micro_batch_size {recipe.layout.micro_batch_size}: {small.layout.micro_batch_size} ran"
+    if kernels := [name for name in needing_a_gpu() if wanted_of(name, recipe)]:
+        yield f"{', '.join(map(key_of, kernels))}: unset"
     if cluster.device == "cpu":
         yield "NCCL and kernels of GPUs: gloo and the CPU ran"
     pairs = [(name, getattr(recipe.model, name), getattr(small.model, name)) for name in SIZES]
@@ -176,7 +176,7 @@ def _ranks(small: Recipe, nproc: int | None, cluster: Cluster) -> int:
     """`nproc` ranks, else two replicas of the smallest layout if batch and machine allow them."""
     if nproc is not None:
         return nproc
-    least = smallest_world(small.parallelism)
+    least = smallest_world(small.layout)
     twice = 2 * least
     if twice > (len(cluster.gpus) or MOST_RANKS):
         return least
@@ -193,7 +193,7 @@ def _scaled(recipe: Recipe, small: Recipe, plan: Plan) -> Scaled:
     degrees = scaled(recipe, plan.layout.as_dict())
     if plan.layout.data_parallel_size > 1:
         return degrees
-    twice = f"one replica of the layout ran; --nproc {2 * smallest_world(small.parallelism)} runs two"
+    twice = f"one replica of the layout ran; --nproc {2 * smallest_world(small.layout)} runs two"
     return degrees.without(Degree("data_parallel_size", None, 1, twice))
 
 
@@ -252,7 +252,9 @@ def _compare(name: str, single: VerifySpec, spread: VerifySpec, cluster: Cluster
         tensor = FirstTensor(copy.tensor, copy.layer, REPLICAS, math.nan, copy.differing, copy.copies)
         difference = FirstDifference(copy.step, REPLICAS, math.nan, math.nan, tensor)
     worst_weights = max(difference.relative for difference in final)
-    return VerifyResult(name, spread.tolerance, one, layout, worst_weights, difference, degrees, spread.recipe.zero)
+    return VerifyResult(
+        name, spread.tolerance, one, layout, worst_weights, difference, degrees, spread.recipe.layout.zero
+    )
 
 
 WIDTHS = (64, 128, 256, 512)
@@ -306,8 +308,6 @@ MIN_ADAM_EPS = 1e-6
 """Some gradients are zero except for rounding (that of a key bias: the softmax cancels it). Adam normalizes a gradient
 by its magnitude, so with a smaller eps rounding would move such weights, differently in every layout."""
 
-PLAIN = Parallelism(use_distributed_optimizer=False)
-
 
 def verified_recipe(recipe: Recipe, iters: int, device: Device) -> Recipe:
     """The scaled-down version of a recipe whose layout is verified, in fp32 and without what depends on it: jitter of
@@ -351,18 +351,12 @@ def reference_recipe(small: Recipe, data_parallel_size: int) -> Recipe:
     # Micro-batches have the same sequences in both, except with global_aux_loss, which balances experts over those of
     # all data-parallel ranks.
     together = data_parallel_size if small.model.moe_router_load_balancing_type == "global_aux_loss" else 1
-    train = {
-        "micro_batch_size": small.train.micro_batch_size * (together if small.model.num_moe_experts else 1),
-        "recompute_granularity": None,
-        "recompute_method": None,
-        "recompute_num_layers": None,
-        "recompute_modules": None,
-    }
-    return without_zero(small).model_copy(update={"parallelism": PLAIN, "train": small.train.model_copy(update=train)})
+    micro = small.layout.micro_batch_size * (together if small.model.num_moe_experts else 1)
+    return undivided(small, use_distributed_optimizer=False, micro_batch_size=micro, **recomputation())
 
 
 def _require_same_meaning(small: Recipe) -> None:
-    parallel = small.parallelism
+    parallel = small.layout
     split = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     if small.model.num_moe_experts and small.model.moe_expert_capacity_factor is not None and split > 1:
         raise UserError(

@@ -17,7 +17,7 @@ from llmrecipes.engine.core.platform.cuda import CudaPlatform
 from llmrecipes.engine.core.world import join
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.launch.ranks import Rank
-from llmrecipes.recipe.schema import Parallelism
+from llmrecipes.recipe.schema import LayoutKeys
 from llmrecipes.train.rank import failure_reported, leave, process_exit_code
 from llmrecipes.train.spec import RankSpec
 from tests.dist.worlds import say
@@ -52,7 +52,7 @@ def fail_alone(port: int, turns: Path, what: str) -> None:
     recipe = tiny(train={"exit_grace_seconds": 1.0 if what == "stuck" else 240.0})
 
     def run(_spec: RankSpec) -> ExitCode:
-        with join(select(), 1, Parallelism()), ExitStack() as stack, failure_reported(recipe):
+        with join(select(), 1, LayoutKeys()), ExitStack() as stack, failure_reported(recipe):
             if what == "stuck":
                 stack.callback(_never_returns)
             dist.barrier()
@@ -76,7 +76,7 @@ def join_with_another_device(port: int, turns: Path) -> str:
         for name, value in Rank(rank, 2, rank, 2, "127.0.0.1", port).variables().items():
             patch.setenv(name, value)
         mine = CudaPlatform(0) if rank else select()
-        with refused("torch.cuda", rule=("1", "2", "0")) as caught, join(mine, 1, Parallelism()):
+        with refused("torch.cuda", rule=("1", "2", "0")) as caught, join(mine, 1, LayoutKeys()):
             pass
     return caught.value.where
 

@@ -30,7 +30,7 @@ Patch = pytest.MonkeyPatch
 def train_with(fault: str | None, spec: VerifySpec) -> None:
     """Train as the spec says, with the named fault. To be called on every rank of a joined world."""
     with (
-        model_parallel(spec.recipe.train.seed, spec.recipe.parallelism) as world,
+        model_parallel(spec.recipe.train.seed, spec.recipe.layout) as world,
         pytest.MonkeyPatch.context() as patch,
     ):
         if fault is not None:

@@ -58,9 +58,9 @@ class Suite:
     def runnable(self, row: Row) -> Recipe:
         """The recipe of a row on this machine; skips, and says why, where its offload cannot run."""
         recipe = row.recipe
-        if recipe.zero is not None and recipe.zero.nvme_path is not None:
-            nvme = recipe.zero.model_copy(update={"nvme_path": str(self._folder / recipe.zero.nvme_path)})
-            recipe = recipe.model_copy(update={"zero": nvme})
+        if recipe.layout.zero is not None and recipe.layout.zero.nvme_path is not None:
+            nvme = recipe.layout.zero.model_copy(update={"nvme_path": str(self._folder / recipe.layout.zero.nvme_path)})
+            recipe = recipe.with_layout(zero=nvme)
         try:
             require_packages(recipe)
         except UserError as error:

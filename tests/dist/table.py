@@ -5,7 +5,7 @@ pytest runs it on gloo (`test_layouts.py`), `under_torchrun.py` on GPUs with NCC
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -25,10 +25,11 @@ STEPS = 3
 
 BASE: Sections = {
     "model": {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "vocab_size": 320},
-    "train": {"train_iters": STEPS, "micro_batch_size": 1, "global_batch_size": 4, "precision": "fp32"},
+    "train": {"train_iters": STEPS, "global_batch_size": 4, "precision": "fp32"},
     # Adam turns a gradient that is nothing but rounding noise (that of a key's bias is zero in exact arithmetic) into a
     # full step, and does not see a gradient that is too large by a factor; with a large epsilon it does neither.
     "optimizer": {"lr": 1e-2, "adam_eps": 1e-2},
+    "layout": {"micro_batch_size": 1},
 }
 
 _ROPE: dict[str, Any] = {"position_embedding_type": "rope"}
@@ -112,7 +113,7 @@ _PGD: Sections = {"train": {"adversarial": {"type": "pgd", "epsilon": 0.5, "alph
 _FREELB: Sections = {
     "train": {"adversarial": {"type": "freelb", "epsilon": 0.02, "alpha": 0.015, "steps": 3, "norm": "linf"}},
 }
-_UNSHARDED: Sections = {"parallelism": {"use_distributed_optimizer": False}}
+_UNSHARDED: Sections = {"layout": {"use_distributed_optimizer": False}}
 _SGD: Sections = {"optimizer": {"optimizer": "sgd", "lr": 0.05}, **_UNSHARDED}
 _MUON: Sections = {
     "optimizer": {"optimizer": "muon", "lr": 2e-3, "muon_fp32_matmul_prec": "highest", "muon_nesterov": True},
@@ -139,7 +140,7 @@ _PACKED: Sections = {"data": {"sources": [{"type": "docstrings"}], "chat": {}}}
 _PAIRS: Sections = {
     "data": {"sources": [{"type": "docstrings"}], "chat": {"packing": False, "preference": {}}},
     "dpo": {"beta": 1.0},
-    "train": {"micro_batch_size": 2},
+    "layout": {"micro_batch_size": 2},
 }
 _PACKED_PAIRS: Sections = {
     "data": {"sources": [{"type": "docstrings"}], "chat": {"preference": {}}},
@@ -290,11 +291,11 @@ _BUCKETS = {"reduce_bucket_size": 20_000, "sub_group_size": 50_000, "stage3_para
 
 def _zero(stage: int, **keys: Any) -> Sections:
     buckets = {0: {}, 3: _BUCKETS}.get(stage, {"reduce_bucket_size": 20_000})
-    return {"zero": {"stage": stage, **buckets, **keys}, "parallelism": {"use_distributed_optimizer": stage > 0}}
+    return {"layout": {"zero": {"stage": stage, **buckets, **keys}, "use_distributed_optimizer": stage > 0}}
 
 
 _SELECTIVE = {"recompute_granularity": "selective"}
-_CHUNKS: Sections = {"train": {"loss_chunk_tokens": 12}}
+_CHUNKS: Sections = {"layout": {"loss_chunk_tokens": 12}}
 """Smaller than the 32 tokens of a micro-batch, and not a divisor."""
 
 _FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -329,14 +330,14 @@ class Row:
 
     @property
     def name(self) -> str:
-        size = self.reference.get("train", {}).get("micro_batch_size")
+        size = self.reference.get("layout", {}).get("micro_batch_size")
         extra = [f"one process takes {size} at a time"] if size else []
-        if "zero" in self.changes:
+        if "zero" in self.changes.get("layout", {}):
             extra.append(self.engine)
         extra += [
             f"{key}={value}".replace("use_distributed_optimizer=False", "whole optimizer").removesuffix("=True")
             for section in self.changes.values()
-            for key, value in section.items()
+            for key, value in _keys(section)
         ]
         return ", ".join([f"{self.variant}: {self.layout}", *extra])
 
@@ -367,12 +368,18 @@ class Row:
         parallelism: dict[str, Any] = {_DEGREES[name]: size for name, size in self.degrees.items() if name in _DEGREES}
         if "sp" in self.degrees:
             parallelism["sequence_parallel"] = True
-        recipe = make(self.size, VARIANTS[self.variant], {"parallelism": parallelism}, self.changes)
-        return recipe.model_copy(update={"engine": self.engine})
+        recipe = make(self.size, VARIANTS[self.variant], {"layout": parallelism}, self.changes)
+        return recipe.with_layout(engine=self.engine)
 
     @property
     def reference_recipe(self) -> Recipe:
         return make(self.size, VARIANTS[self.variant], self.reference)
+
+
+def _keys(section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """With the keys of ZeRO beside the others."""
+    for key, value in section.items():
+        yield from value.items() if key == "zero" and isinstance(value, dict) else [(key, value)]
 
 
 def degrees_of(layout: str) -> dict[str, int]:
@@ -382,10 +389,17 @@ def degrees_of(layout: str) -> dict[str, int]:
 
 def make(*changes: Sections) -> Recipe:
     """The base recipe with changes, the later ones on top."""
-    sections: Sections = {}
-    for each in (BASE, *changes):
-        sections = {key: {**sections.get(key, {}), **each.get(key, {})} for key in sections.keys() | each.keys()}
+    sections = BASE
+    for each in changes:
+        sections = _both(sections, each)
     return Recipe.model_validate({"name": "parity", **sections})
+
+
+def _both(one: Sections, other: Sections) -> Sections:
+    """Sections with the keys of both, the other's on top."""
+    return {
+        key: {**one.get(key, {}), **other.get(key, {})} for key in [*one, *(key for key in other if key not in one)]
+    }
 
 
 _BF16 = (
@@ -408,7 +422,7 @@ _ONE_BY_ONE = "a balance of each sequence by itself does not depend on how many 
 
 
 def _stages(layout: str) -> Sections:
-    return {"parallelism": {"pipeline_model_parallel_layout": layout}}
+    return {"layout": {"pipeline_model_parallel_layout": layout}}
 
 
 NVME_ROW = Row(
@@ -436,7 +450,7 @@ def _rows_of_windows() -> Iterator[Row]:
         yield Row(variant, "tp2 sp")
     for layout in ("tp2 sp", "pp2 vpp2", "cp2"):
         yield Row("llama without some rotations", layout)
-    yield Row("llama with windows", "pp2", {"train": _FULL})
+    yield Row("llama with windows", "pp2", {"layout": _FULL})
     yield Row("llama with windows", "dp2", _zero(3), engine="deepspeed")
     for layout in ("tp2 sp", "cp2", "pp2"):
         yield Row("llama with windows and dropout", layout)
@@ -456,15 +470,15 @@ def _rows() -> Iterator[Row]:
     for layout in ("dp2", "dp4"):
         yield Row("gpt", layout)
     for changes in (_WHOLE, _OVERLAP, _OVERLAP_BOTH):
-        yield Row("gpt", "dp2", {"parallelism": changes})
-    yield Row("gpt", "tp2 sp dp2", {"parallelism": _OVERLAP_BOTH})
+        yield Row("gpt", "dp2", {"layout": changes})
+    yield Row("gpt", "tp2 sp dp2", {"layout": _OVERLAP_BOTH})
     for layout in ("dp2", "tp2 sp pp2", "cp2 dp2"):
         yield Row("gpt with sgd", layout)
     yield Row("gpt with sgd without momentum", "tp2")
     yield Row("moe with sgd", "dp2 ep2")
-    yield Row("gpt", "pp2 dp2", {"parallelism": _OVERLAP_BOTH})
-    yield Row("gpt", "pp2 vpp2 dp2", {"parallelism": _OVERLAP_BOTH})
-    yield Row("gpt", "tp2 pp2", {"parallelism": _WHOLE})
+    yield Row("gpt", "pp2 dp2", {"layout": _OVERLAP_BOTH})
+    yield Row("gpt", "pp2 vpp2 dp2", {"layout": _OVERLAP_BOTH})
+    yield Row("gpt", "tp2 pp2", {"layout": _WHOLE})
     # -- batches of 4, 6 and 8 --
     for layout in ("dp2", "tp2 sp pp2", "pp2 vpp2 cp2"):
         yield Row("gpt with a growing batch", layout)
@@ -496,32 +510,36 @@ def _rows() -> Iterator[Row]:
         ("mtp without weight tying", "cp2"), ("llama with lora", "tp2 sp"), ("packed llama", "tp2 sp"),
     ):  # fmt: skip
         yield Row(variant, layout, _CHUNKS)
-    yield Row("gpt", "dp2", {**_CHUNKS, "parallelism": _OVERLAP_BOTH})
+    yield Row("gpt", "dp2", _both(_CHUNKS, {"layout": _OVERLAP_BOTH}))
     yield Row("llama in bf16", "tp2 sp", _CHUNKS, bound=BF16_BOUND, why=_BF16)
     for stage in (1, 2):
-        yield Row("gpt", "tp2 dp2", {**_zero(stage), **_CHUNKS}, engine="deepspeed")
+        yield Row("gpt", "tp2 dp2", _both(_zero(stage), _CHUNKS), engine="deepspeed")
     # -- uneven stages --
-    yield Row("gpt", "pp2", {"parallelism": {"num_layers_in_first_pipeline_stage": 1}})
-    yield Row("gpt", "pp2", {"parallelism": {"num_layers_in_last_pipeline_stage": 1}})
-    yield Row("gpt of 5 layers", "pp2", {"parallelism": {"account_for_embedding_in_pipeline_split": True}})
-    yield Row("gpt of 5 layers", "pp2", {"parallelism": {"account_for_loss_in_pipeline_split": True}})
+    yield Row("gpt", "pp2", {"layout": {"num_layers_in_first_pipeline_stage": 1}})
+    yield Row("gpt", "pp2", {"layout": {"num_layers_in_last_pipeline_stage": 1}})
+    yield Row("gpt of 5 layers", "pp2", {"layout": {"account_for_embedding_in_pipeline_split": True}})
+    yield Row("gpt of 5 layers", "pp2", {"layout": {"account_for_loss_in_pipeline_split": True}})
     both: dict[str, Any] = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
-    yield Row("gpt of 6 layers", "pp4", {"parallelism": both})
-    yield Row("gpt of 6 layers", "pp2 vpp2", {"parallelism": both})
+    yield Row("gpt of 6 layers", "pp4", {"layout": both})
+    yield Row("gpt of 6 layers", "pp2 vpp2", {"layout": both})
     yield Row("gpt", "pp4", _stages("E|t|ttt|L"))
     yield Row("llama", "tp2 sp pp2 vpp2", _stages("Ett|t|t|L"))
     yield Row("deepseek", "pp2 vpp2 dp2 ep2", _stages("Et|t|tt|mL"))
-    yield Row("mtp without weight tying", "pp2", {**_stages("Et*4|mmL"), "train": _BLOCK})
+    yield Row("mtp without weight tying", "pp2", _both(_stages("Et*4|mmL"), {"layout": _BLOCK}))
     # -- recomputation --
     # On a CPU torch has no fused kernel for latent attention's heads, so there are scores to recompute.
-    yield Row("mla", "tp2 sp", {"train": _SELECTIVE})
-    yield Row("mla", "pp2", {"train": {**_SELECTIVE, "recompute_modules": ["core_attn", "mla_up_proj", "layernorm"]}})
-    yield Row("llama", "tp2 sp", {"train": {**_SELECTIVE, "recompute_modules": ["mlp", "layernorm"]}})
-    yield Row("moe", "tp2 sp ep2 etp1", {"train": {**_SELECTIVE, "recompute_modules": ["moe", "layernorm"]}})
-    yield Row("gpt", "tp2 sp", {"train": _FULL})
-    yield Row("gpt", "pp2", {"train": _FULL})
-    yield Row("gpt", "pp2 vpp2", {"train": _BLOCK})
-    yield Row("moe", "tp2 sp ep2 etp1", {"train": _FULL})
+    yield Row("mla", "tp2 sp", {"layout": _SELECTIVE})
+    yield Row(
+        "mla",
+        "pp2",
+        {"layout": {**_SELECTIVE, "recompute_modules": ["core_attn", "mla_up_proj", "layernorm"]}},
+    )
+    yield Row("llama", "tp2 sp", {"layout": {**_SELECTIVE, "recompute_modules": ["mlp", "layernorm"]}})
+    yield Row("moe", "tp2 sp ep2 etp1", {"layout": {**_SELECTIVE, "recompute_modules": ["moe", "layernorm"]}})
+    yield Row("gpt", "tp2 sp", {"layout": _FULL})
+    yield Row("gpt", "pp2", {"layout": _FULL})
+    yield Row("gpt", "pp2 vpp2", {"layout": _BLOCK})
+    yield Row("moe", "tp2 sp ep2 etp1", {"layout": _FULL})
     # -- bf16 --
     for variant, layout in (("gpt", "dp2"), ("gpt", "tp2 sp"), ("gpt", "pp2"), ("llama", "tp2 sp cp2")):
         yield Row(f"{variant} in bf16", layout, bound=BF16_BOUND, why=_BF16)
@@ -534,17 +552,17 @@ def _rows() -> Iterator[Row]:
         yield Row("moe", layout)
     for layout in ("dp2 ep2", "tp2 sp ep2 etp1"):
         yield Row("moe with allgather", layout)
-    yield Row("moe", "dp2 ep2", {"parallelism": _OVERLAP_BOTH})
-    yield Row("moe", "dp2 ep2", {"parallelism": _WHOLE})
+    yield Row("moe", "dp2 ep2", {"layout": _OVERLAP_BOTH})
+    yield Row("moe", "dp2 ep2", {"layout": _WHOLE})
     for balance in ("aux_loss", "seq_aux_loss", "expert bias", "z-loss"):
         for layout in ("dp2 ep2", "tp2 sp ep2 etp1", "cp2 ep2"):
             yield Row(f"moe with {balance}", layout)
-    yield Row("moe with seq_aux_loss", "dp2 ep2", reference={"train": {"micro_batch_size": 4}}, why=_ONE_BY_ONE)
+    yield Row("moe with seq_aux_loss", "dp2 ep2", reference={"layout": {"micro_batch_size": 4}}, why=_ONE_BY_ONE)
     yield Row("moe with expert bias", "tp2 sp pp2 dp2 ep2 etp1")
     for layout in ("tp2 sp ep2 etp1", "cp2 ep2", "pp2"):
         yield Row("moe with global_aux_loss", layout)
     for layout in ("dp2 ep2", "pp2 dp2 ep2"):
-        yield Row("moe with global_aux_loss", layout, reference={"train": {"micro_batch_size": 2}}, why=_TOGETHER)
+        yield Row("moe with global_aux_loss", layout, reference={"layout": {"micro_batch_size": 2}}, why=_TOGETHER)
     for layout in ("dp2 ep2", "tp2 sp ep2 etp1", "pp2 dp2 ep2"):
         yield Row("moe with shared experts", layout)
     for layout in ("dp2 ep2", "pp2"):
@@ -561,19 +579,19 @@ def _rows() -> Iterator[Row]:
         yield Row("moe", layout, nccl=True, why="gloo cannot gather the uneven numbers of tokens of shared experts")
     # -- features of `speed` that a CPU has --
     for variant, layout, more in (
-        ("moe in bf16", "dp2 ep2", {"parallelism": _OVERLAP_BOTH}),
-        ("moe in bf16", "pp2 vpp2 dp2 ep2", {"parallelism": _OVERLAP_BOTH}),
-        ("deepseek in bf16", "pp2 vpp2 dp2 ep2", {**_stages("Et|t|tt|mL"), **_CHUNKS}),
+        ("moe in bf16", "dp2 ep2", {"layout": _OVERLAP_BOTH}),
+        ("moe in bf16", "pp2 vpp2 dp2 ep2", {"layout": _OVERLAP_BOTH}),
+        ("deepseek in bf16", "pp2 vpp2 dp2 ep2", _both(_stages("Et|t|tt|mL"), _CHUNKS)),
     ):
-        together: Sections = {**more, "speed": {"overlap_moe_expert_parallel_comm": True}}
+        together = _both(more, {"layout": {"overlap_moe_expert_parallel_comm": True}})
         yield Row(variant, layout, together, bound=BF16_BOUND, why=_BF16)
     fused = ("bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion", "cross_entropy_loss_fusion")
-    yield Row("llama", "tp2 sp", {"speed": dict.fromkeys(fused, True)})
-    yield Row("moe with shared experts", "dp2 ep2", {"speed": {"moe_shared_expert_overlap": True}})
-    yield Row("gpt", "dp2", {"parallelism": _OVERLAP_BOTH, "speed": _SMALL_BUCKETS})
-    yield Row("gpt", "tp2", {"speed": {"deterministic_mode": True, "bias_activation_fusion": True}})
+    yield Row("llama", "tp2 sp", {"layout": dict.fromkeys(fused, True)})
+    yield Row("moe with shared experts", "dp2 ep2", {"layout": {"moe_shared_expert_overlap": True}})
+    yield Row("gpt", "dp2", {"layout": {**_OVERLAP_BOTH, **_SMALL_BUCKETS}})
+    yield Row("gpt", "tp2", {"layout": {"deterministic_mode": True, "bias_activation_fusion": True}})
     scattered: Sections = {
-        "parallelism": {"grad_reduce_in_fp32": False}, "speed": {"reduce_scatter_with_fp32_accumulation": True},
+        "train": {"grad_reduce_in_fp32": False, "reduce_scatter_with_fp32_accumulation": True}
     }  # fmt: skip
     yield Row("gpt in bf16", "dp2", scattered, bound=BF16_BOUND, why=_BF16)
     # -- latent attention and multi-token prediction --
@@ -585,13 +603,13 @@ def _rows() -> Iterator[Row]:
     for layout in ("cp2", "pp2", "pp2 dp2", "pp2 vpp2", "tp2 sp pp2"):
         yield Row("mtp without weight tying", layout)
     for layout in ("dp2", "cp2 dp2"):
-        yield Row("mtp", layout, {"train": {"micro_batch_size": 2}})
+        yield Row("mtp", layout, {"layout": {"micro_batch_size": 2}})
     for layout in ("dp2 ep2", "tp2 sp ep2 etp1", "tp2 sp pp2 dp2 ep2 etp1"):
         yield Row("deepseek", layout)
     # -- maximal-update parametrisation: rates by parameter group, on stages that lack some of the groups --
     for layout in ("tp2 sp pp2", "pp2 vpp2 dp2"):
         yield Row("gpt with muP", layout)
-    yield Row("gpt with muP", "pp2", {"parallelism": _WHOLE})
+    yield Row("gpt with muP", "pp2", {"layout": _WHOLE})
     yield Row("moe with muP", "tp2 sp pp2 ep2 etp1")
     for stage in (0, 1, 2, 3):
         yield Row("gpt with muP", "dp2", _zero(stage), engine="deepspeed")
@@ -600,9 +618,9 @@ def _rows() -> Iterator[Row]:
     # -- adapters --
     for layout in ("tp2", "tp2 sp", "pp2", "dp2"):
         yield Row("lora", layout)
-    yield Row("lora", "dp2", {"parallelism": _WHOLE})
-    yield Row("lora", "tp2 sp dp2", {"parallelism": _OVERLAP_BOTH})
-    yield Row("lora", "pp2", {"train": _FULL})
+    yield Row("lora", "dp2", {"layout": _WHOLE})
+    yield Row("lora", "tp2 sp dp2", {"layout": _OVERLAP_BOTH})
+    yield Row("lora", "pp2", {"layout": _FULL})
     for layout in ("tp2 sp", "pp2 vpp2", "tp2 sp cp2", "tp2 sp pp2 dp2"):
         yield Row("llama with lora", layout)
     for layout in ("dp2 ep2", "tp2 sp ep2 etp1", "tp2 sp pp2 dp2 ep2 etp1"):
@@ -617,15 +635,15 @@ def _rows() -> Iterator[Row]:
     for layout in ("pp2", "pp2 dp2"):
         yield Row("gpt with a frozen half", layout)
         yield Row("gpt with frozen ends", layout)
-    yield Row("gpt with frozen weights", "dp2", {"parallelism": _WHOLE})
-    yield Row("gpt with frozen weights", "dp2", {"parallelism": _OVERLAP_BOTH, "train": _FULL})
+    yield Row("gpt with frozen weights", "dp2", {"layout": _WHOLE})
+    yield Row("gpt with frozen weights", "dp2", {"layout": {**_OVERLAP_BOTH, **_FULL}})
     for layout in ("dp2 ep2", "tp2 sp pp2 dp2 ep2 etp1"):
         yield Row("moe with frozen weights", layout)
     # -- a teacher in the same layout --
     for layout in ("dp2", "tp2", "tp2 sp", "tp4 sp", "pp2", "cp2", "tp2 sp pp2", "pp2 vpp2 cp2 dp2"):
         yield Row("taught gpt", layout)
-    yield Row("taught gpt", "pp2", {"train": _FULL})
-    yield Row("taught gpt", "tp2 sp dp2", {"parallelism": _OVERLAP_BOTH})
+    yield Row("taught gpt", "pp2", {"layout": _FULL})
+    yield Row("taught gpt", "tp2 sp dp2", {"layout": _OVERLAP_BOTH})
     yield Row("taught llama", "tp2 sp cp2")
     for layout in ("dp2 ep2", "tp2 sp ep2 etp1", "tp2 sp pp2 dp2 ep2 etp1"):
         yield Row("taught moe", layout)
@@ -633,9 +651,9 @@ def _rows() -> Iterator[Row]:
         yield Row("moe with a dense teacher", layout)
     for layout in ("dp2", "tp2", "tp4 sp", "cp2", "pp4", "tp2 sp pp2 dp2", "pp2 vpp2 cp2 dp2"):
         yield Row("gpt taught by layers", layout)
-    yield Row("gpt taught by layers", "tp2 sp pp2", {"train": _FULL})
-    yield Row("gpt taught by layers", "pp2 vpp2", {"train": _BLOCK})
-    yield Row("gpt taught by layers", "tp2 sp dp2", {"parallelism": _OVERLAP_BOTH})
+    yield Row("gpt taught by layers", "tp2 sp pp2", {"layout": _FULL})
+    yield Row("gpt taught by layers", "pp2 vpp2", {"layout": _BLOCK})
+    yield Row("gpt taught by layers", "tp2 sp dp2", {"layout": _OVERLAP_BOTH})
     yield Row("moe taught by layers", "tp2 sp pp2 dp2 ep2 etp1")
     # -- rounded weights: groups of whole matrices, and rows that ranks have parts of --
     int4: dict[str, Any] = {"bound": INT4_BOUND, "why": ROUNDED}
@@ -644,8 +662,8 @@ def _rows() -> Iterator[Row]:
         yield Row("gpt in int4", layout, **int4)
     for layout in ("tp2", "tp4 sp", "tp2 sp pp2 dp2"):
         yield Row("gpt in int8", layout, **int8)
-    yield Row("gpt in int8", "tp2 pp2", {"train": _FULL}, **int8)
-    yield Row("gpt in int8", "tp2 sp dp2", {"parallelism": _OVERLAP_BOTH}, **int8)
+    yield Row("gpt in int8", "tp2 pp2", {"layout": _FULL}, **int8)
+    yield Row("gpt in int8", "tp2 sp dp2", {"layout": _OVERLAP_BOTH}, **int8)
     yield Row("llama in int4", "tp2 sp cp2", **int4)
     for layout in ("dp2 ep2", "tp2 sp", "tp2 sp pp2 dp2 ep2 etp1"):
         yield Row("moe in int8", layout, **int8)
@@ -653,56 +671,56 @@ def _rows() -> Iterator[Row]:
     # -- embeddings that are moved: the random start and the norm of a sequence are the same in parts --
     for layout in ("tp2", "tp2 sp cp2", "pp2 vpp2 cp2 dp2"):
         yield Row("attacked gpt", layout)
-    yield Row("attacked gpt", "tp2 sp dp2", {"parallelism": _OVERLAP_BOTH})
-    yield Row("attacked llama", "tp2 sp pp2", {"parallelism": _OVERLAP, "train": _FULL})
+    yield Row("attacked gpt", "tp2 sp dp2", {"layout": _OVERLAP_BOTH})
+    yield Row("attacked llama", "tp2 sp pp2", {"layout": {**_OVERLAP, **_FULL}})
     yield Row("gpt with freelb", "tp2 sp pp2 vpp2")
     yield Row("gpt with freelb", "cp2 dp2", _CHUNKS)
     yield Row("attacked gpt with lora", "tp2 sp pp2")
     # -- layers that are left out: the same by every rank --
     for layout in ("tp2 sp cp2", "pp2 vpp2 dp2"):
         yield Row("gpt without some layers", layout)
-    yield Row("gpt without some layers", "pp2 dp2", {"train": _FULL})
-    yield Row("gpt without some layers", "tp2 pp2", {"train": _BLOCK})
+    yield Row("gpt without some layers", "pp2 dp2", {"layout": _FULL})
+    yield Row("gpt without some layers", "tp2 pp2", {"layout": _BLOCK})
     # -- dropout: masks by the place of an element in the batch --
     for layout in ("dp2", "tp2", "cp4", "pp2 vpp2 cp2 dp2"):
         yield Row("gpt with dropout", layout)
     for layout in ("dp1", "dp2"):
-        yield Row("gpt with dropout", layout, {"train": {"micro_batch_size": 2}})
-    yield Row("gpt with dropout", "tp2 sp pp2 vpp2", {"train": _FULL})
-    yield Row("gpt with dropout", "tp2 sp pp2", {"train": _SELECTIVE})
+        yield Row("gpt with dropout", layout, {"layout": {"micro_batch_size": 2}})
+    yield Row("gpt with dropout", "tp2 sp pp2 vpp2", {"layout": _FULL})
+    yield Row("gpt with dropout", "tp2 sp pp2", {"layout": _SELECTIVE})
     for stage, layout in ((0, "dp2"), (3, "tp2 sp dp2")):
         yield Row("gpt with dropout", layout, _zero(stage), engine="deepspeed")
     yield Row("gpt with dropout and freelb", "pp2 dp2")
-    yield Row("llama with dropout", "tp2 sp cp2", {"train": _FULL})
-    yield Row("moe with dropout", "tp2 sp pp2 dp2 ep2 etp1", {"train": _BLOCK})
-    yield Row("mla with dropout", "tp2 sp cp2", {"train": _SELECTIVE})
+    yield Row("llama with dropout", "tp2 sp cp2", {"layout": _FULL})
+    yield Row("moe with dropout", "tp2 sp pp2 dp2 ep2 etp1", {"layout": _BLOCK})
+    yield Row("mla with dropout", "tp2 sp cp2", {"layout": _SELECTIVE})
     for layout in ("cp2", "pp2 vpp2"):
-        yield Row("mtp with dropout", layout, {"train": _FULL} if layout == "cp2" else {})
-    yield Row("packed llama with dropout", "tp2 sp pp2", {"train": _FULL})
+        yield Row("mtp with dropout", layout, {"layout": _FULL} if layout == "cp2" else {})
+    yield Row("packed llama with dropout", "tp2 sp pp2", {"layout": _FULL})
     for variant, layout in (
         ("gpt with qk-clip", "tp2 sp pp2"), ("llama with qk-clip", "tp2 sp cp2"), ("mla with qk-clip", "tp2 sp cp2"),
     ):  # fmt: skip
         yield Row(variant, layout)
-    yield Row("llama with qk-clip", "pp2 vpp2 dp2", {"train": _FULL})
+    yield Row("llama with qk-clip", "pp2 vpp2 dp2", {"layout": _FULL})
     # Small buckets, so that ranks share matrices of queries and keys.
-    yield Row("gpt with qk-clip", "dp2", {"parallelism": _OVERLAP_BOTH, "speed": {"ddp_bucket_size": 12_000}})
+    yield Row("gpt with qk-clip", "dp2", {"layout": {**_OVERLAP_BOTH, "ddp_bucket_size": 12_000}})
     # -- conversations that share a sequence --
     for layout in ("dp2", "pp2 vpp2"):
         yield Row("packed gpt", layout)
-    yield Row("packed llama", "tp2 sp pp2", {"train": _FULL})
+    yield Row("packed llama", "tp2 sp pp2", {"layout": _FULL})
     yield Row("packed llama", "tp2 dp2")
     yield Row("packed mla", "tp2 sp")
     yield Row("packed gpt", "dp2", _zero(2), engine="deepspeed")
     # -- pairs, and their reference --
     for layout in ("dp2", "cp2", "tp2 sp pp2", "tp2 sp cp2", "pp2 vpp2 dp2"):
         yield Row("pairs", layout)
-    yield Row("pairs", "tp2 dp2", {"parallelism": _OVERLAP_BOTH})
-    yield Row("pairs", "dp2", {"parallelism": _WHOLE})
+    yield Row("pairs", "tp2 dp2", {"layout": _OVERLAP_BOTH})
+    yield Row("pairs", "dp2", {"layout": _WHOLE})
     for layout in ("tp2 sp dp2", "pp2"):
         yield Row("packed pairs", layout)
     for layout in ("tp2 sp", "pp2 vpp2 dp2", "cp2"):
         yield Row("pairs with lora", layout)
-    yield Row("pairs with lora", "dp2", {"parallelism": _OVERLAP_BOTH})
+    yield Row("pairs with lora", "dp2", {"layout": _OVERLAP_BOTH})
     # -- ZeRO by DeepSpeed --
     for stage in (0, 1, 2, 3):
         yield Row("gpt", "dp2", _zero(stage), engine="deepspeed")
@@ -720,7 +738,7 @@ def _rows() -> Iterator[Row]:
     for balance in ("seq_aux_loss", "z-loss"):
         yield Row(f"moe with {balance}", "dp2 ep2", _zero(1), engine="deepspeed")
     for stage, layout in ((2, "dp2"), (2, "dp2 ep2"), (3, "dp2")):
-        at_once = {"train": {"micro_batch_size": 2}}
+        at_once = {"layout": {"micro_batch_size": 2}}
         yield Row("moe with global_aux_loss", layout, _zero(stage), at_once, why=_TOGETHER, engine="deepspeed")
     yield Row("moe in bf16", "dp2 ep2", _zero(1), bound=BF16_BOUND, why=_BF16, engine="deepspeed")
     yield Row("moe", "dp4 ep2", _zero(2, offload_optimizer="cpu"), engine="deepspeed")
@@ -754,7 +772,7 @@ def _rows() -> Iterator[Row]:
         yield Row("gpt", "dp2", _zero(3, **{key: 10_000}), engine="deepspeed")
     extra: dict[str, Any] = {"zero_optimization": {"contiguous_gradients": False}}
     yield Row("gpt", "dp2", _zero(2, allgather_bucket_size=20_000, extra=extra), engine="deepspeed")
-    yield Row("gpt", "dp2", {**_zero(3), "train": _FULL}, engine="deepspeed")
+    yield Row("gpt", "dp2", _both(_zero(3), {"layout": _FULL}), engine="deepspeed")
     unclipped: Sections = {"optimizer": {"clip_grad": 0.0}}
     yield Row("gpt", "dp2", {**_zero(2), **unclipped}, unclipped, why="the training itself", engine="deepspeed")
     yield Row("gpt", "dp2", _zero(3, offload_optimizer="cpu", offload_param="cpu"), engine="deepspeed")
@@ -763,7 +781,7 @@ def _rows() -> Iterator[Row]:
 
 
 EMERGING_ROWS = (
-    Row("gpt with muon", "dp2", {"parallelism": _OVERLAP}),
+    Row("gpt with muon", "dp2", {"layout": _OVERLAP}),
     Row("gpt with muon", "tp2 sp pp2"),
     Row("gpt with distributed muon", "tp2"),
     Row("llama with muon", "tp2 sp dp2"),
@@ -788,7 +806,7 @@ def _size(variant: str, *layouts: str, zero: bool = False) -> Sections:
     train, model = sections.get("train", {}), sections.get("model", {})
     degrees = [degrees_of(layout) for layout in layouts]
     micro_batches = max(2 * each.get("dp", 1) * each.get("pp", 1) for each in degrees)
-    samples = max(4, micro_batches) * train.get("micro_batch_size", 1)
+    samples = max(4, micro_batches) * sections.get("layout", {}).get("micro_batch_size", 1)
     size: Sections = {"train": {"train_iters": max(2, len(layouts)), "global_batch_size": samples}}
     names_layers = (
         {"layer_drop", "moe_layer_freq", "window_attn_skip_freq", "no_rope_freq"} & model.keys()
@@ -915,7 +933,7 @@ def essential(engine: str) -> frozenset[str]:
 
 
 def _engine(changes: Sections) -> str:
-    return "deepspeed" if "zero" in changes else "megatron"
+    return "deepspeed" if "zero" in changes.get("layout", {}) else "megatron"
 
 
 @dataclass(frozen=True)
@@ -986,20 +1004,20 @@ RESUMES = (
     Resume("gpt with a growing batch", "dp2", "tp2 sp"),
     Resume("gpt", "tp2 sp pp2 dp2", "dp2"),
     Resume("gpt", "dp4", "tp2 pp2"),
-    Resume("gpt of 5 layers", "dp2", "pp2", {}, {"parallelism": {"account_for_embedding_in_pipeline_split": True}}),
+    Resume("gpt of 5 layers", "dp2", "pp2", {}, {"layout": {"account_for_embedding_in_pipeline_split": True}}),
     Resume("deepseek", "pp2 vpp2 dp2 ep2", "pp2", _stages("Et|t|tt|mL"), _stages("Et*3|tmL")),
     Resume("gpt", "tp2 sp", "pp4", {}, _stages("E|t|ttt|L")),
-    Resume("gpt", "tp2", "pp2", {"parallelism": _WHOLE}, {"parallelism": _WHOLE}),
-    Resume("gpt", "tp2", "dp2", {"parallelism": _WHOLE}),
-    Resume("gpt", "dp2", "tp2 sp", {}, {"parallelism": _WHOLE}),
+    Resume("gpt", "tp2", "pp2", {"layout": _WHOLE}, {"layout": _WHOLE}),
+    Resume("gpt", "tp2", "dp2", {"layout": _WHOLE}),
+    Resume("gpt", "dp2", "tp2 sp", {}, {"layout": _WHOLE}),
     Resume("gpt with muP", "tp2 sp", "pp2"),
-    Resume("gpt with muP", "dp2", "tp2", {}, {"parallelism": _WHOLE}),
+    Resume("gpt with muP", "dp2", "tp2", {}, {"layout": _WHOLE}),
     Resume("gpt with muP", "dp2", "dp2", {}, _zero(3)),
-    Resume("gpt", "dp4", "dp2", {"parallelism": _WHOLE}, {"parallelism": _OVERLAP_BOTH}),
-    Resume("gpt", "tp2 sp dp2", "dp4", {"parallelism": _OVERLAP_BOTH}),
-    Resume("gpt in bf16", "tp2 sp", "pp2", {"parallelism": _WHOLE}, {"parallelism": _WHOLE}),
-    Resume("gpt in bf16", "dp2", "pp2", {}, {"parallelism": _WHOLE}),
-    Resume("moe", "dp1", "dp2 ep2", {"parallelism": _WHOLE}, {"parallelism": _WHOLE}),
+    Resume("gpt", "dp4", "dp2", {"layout": _WHOLE}, {"layout": _OVERLAP_BOTH}),
+    Resume("gpt", "tp2 sp dp2", "dp4", {"layout": _OVERLAP_BOTH}),
+    Resume("gpt in bf16", "tp2 sp", "pp2", {"layout": _WHOLE}, {"layout": _WHOLE}),
+    Resume("gpt in bf16", "dp2", "pp2", {}, {"layout": _WHOLE}),
+    Resume("moe", "dp1", "dp2 ep2", {"layout": _WHOLE}, {"layout": _WHOLE}),
     Resume("moe in the last layer", "dp2 ep2", "pp2 dp2 ep2"),
     Resume("llama", "tp2 sp", "dp2"),
     Resume("moe", "dp2 ep2", "dp1"),
@@ -1009,12 +1027,12 @@ RESUMES = (
     Resume("mixtral", "tp2 sp ep2 etp1", "cp2 dp2 ep2"),
     Resume("deepseek", "dp2 ep2", "tp2 sp pp2 ep2 etp1"),
     Resume("llama with lora", "tp2 sp", "pp2 dp2"),
-    Resume("lora", "dp2", "tp2", {}, {"parallelism": _WHOLE}),
+    Resume("lora", "dp2", "tp2", {}, {"layout": _WHOLE}),
     Resume("gpt with dropout", "tp2 sp", "pp2 dp2"),
     Resume("gpt with frozen weights", "tp2 sp pp2", "dp2"),
     Resume("gpt with a frozen half", "pp2", "dp2"),
     Resume("gpt with a frozen half", "dp2", "pp2 dp2"),
-    Resume("gpt with frozen weights", "dp2", "pp2 vpp2", {"parallelism": _WHOLE}),
+    Resume("gpt with frozen weights", "dp2", "pp2 vpp2", {"layout": _WHOLE}),
     Resume("moe with frozen weights", "tp2 sp ep2 etp1", "dp2 ep2"),
     Resume("moe with lora", "dp2 ep2", "tp2 sp ep2 etp1"),
     # -- ZeRO by DeepSpeed, and from and to megatron-core --

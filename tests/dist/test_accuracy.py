@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 LEARNING: Sections = {"model": {"vocab_size": 301}, "optimizer": {"adam_eps": 1e-8, "lr": 3e-3}}
 """Of few tokens, whose number no ranks divide, fast: at the end a part of them is known."""
-CHUNKS: Sections = {"train": {"loss_chunk_tokens": 5}}
+CHUNKS: Sections = {"layout": {"loss_chunk_tokens": 5}}
 STEPS = 8
 LAYOUTS: list[tuple[str, str, Sections]] = [
     ("gpt", "dp1", CHUNKS),
@@ -29,7 +29,7 @@ LAYOUTS: list[tuple[str, str, Sections]] = [
     ("gpt", "dp2", {}),
     ("mtp", "tp2", {}),
 ]
-ZERO: Sections = {"zero": {"stage": 2}}
+ZERO: Sections = {"layout": {"zero": {"stage": 2}}}
 
 
 def accuracies(row: Row) -> tuple[list[float | None], float | None, float | None]:

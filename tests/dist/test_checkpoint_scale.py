@@ -32,8 +32,8 @@ from tests.dist.worlds import GlooWorld
 
 pytestmark = pytest.mark.dist
 
-WHOLE: dict[str, dict[str, Any]] = {"parallelism": {"use_distributed_optimizer": False}}
-OVERLAPPED: dict[str, dict[str, Any]] = {"parallelism": {"overlap_grad_reduce": True, "overlap_param_gather": True}}
+WHOLE: dict[str, dict[str, Any]] = {"layout": {"use_distributed_optimizer": False}}
+OVERLAPPED: dict[str, dict[str, Any]] = {"layout": {"overlap_grad_reduce": True, "overlap_param_gather": True}}
 LARGE: dict[str, dict[str, Any]] = {"model": {"hidden_size": 256}}
 """So large that numbers, names and the index are next to nothing."""
 

@@ -15,7 +15,7 @@ from tests.dist.worlds import GlooWorld
 pytestmark = pytest.mark.dist
 
 AVERAGED = {"optimizer": {"ema_decay": 0.75}}
-WHOLE = {"parallelism": {"use_distributed_optimizer": False}}
+WHOLE = {"layout": {"use_distributed_optimizer": False}}
 LAYOUTS = (
     Row("gpt", "tp2 sp", AVERAGED),
     Row("gpt", "dp2", AVERAGED),

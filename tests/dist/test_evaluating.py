@@ -103,7 +103,7 @@ def trained(row: Row, evaluating: bool) -> list[tuple[float, float | None]]:
     [
         Row("gpt", "tp2", DROPOUT),
         pytest.param(
-            Row("gpt", "dp2", {**DROPOUT, "parallelism": {"overlap_grad_reduce": True, "overlap_param_gather": True}}),
+            Row("gpt", "dp2", {**DROPOUT, "layout": {"overlap_grad_reduce": True, "overlap_param_gather": True}}),
             marks=pytest.mark.slow,
         ),
         pytest.param(Row("deepseek", "tp2 sp ep2 etp1", DROPOUT), marks=pytest.mark.slow),

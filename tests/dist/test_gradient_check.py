@@ -29,7 +29,7 @@ from tests.dist.table import Row
 from tests.dist.training import loaders, training
 from tests.dist.worlds import GlooWorld
 
-WHOLE = {"parallelism": {"use_distributed_optimizer": False}}
+WHOLE = {"layout": {"use_distributed_optimizer": False}}
 
 
 Wrong = Callable[[pytest.MonkeyPatch], None]
@@ -174,7 +174,7 @@ def test_copies_of_a_weight_whose_gradients_differ(
 def test_a_norm_that_deepspeed_rounds_is_not_wrong(worlds: dict[int, GlooWorld]) -> None:
     """It adds up the squares of a tensor as large as an embedding in fp32."""
     model = {"vocab_size": 1 << 14, "hidden_size": 192, "share_embeddings_and_output_weights": False}
-    row = Row("gpt", "dp2", {"zero": {"stage": 3}, "model": model}, engine="deepspeed")
+    row = Row("gpt", "dp2", {"layout": {"zero": {"stage": 3}}, "model": model}, engine="deepspeed")
     fault = worlds[2].run(norm_of_the_first_step, row)
     assert fault is None
 

@@ -13,8 +13,8 @@ from tests.dist.worlds import GlooWorld
 pytestmark = pytest.mark.dist
 
 DROPOUT = {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}}
-WHOLE = {"parallelism": {"use_distributed_optimizer": False}}
-OVERLAP = {"parallelism": {"overlap_grad_reduce": True, "overlap_param_gather": True}}
+WHOLE = {"layout": {"use_distributed_optimizer": False}}
+OVERLAP = {"layout": {"overlap_grad_reduce": True, "overlap_param_gather": True}}
 
 ROWS = [
     pytest.param(Row("gpt", "dp2", DROPOUT), "gradient"),

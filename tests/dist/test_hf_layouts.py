@@ -50,8 +50,8 @@ def recipe(model: dict[str, Any], parallelism: dict[str, Any], **more: Any) -> R
         {
             "name": "hf",
             "model": model,
-            "parallelism": parallelism,
-            "train": {"train_iters": 1, "micro_batch_size": 1, "global_batch_size": 4, "precision": "bf16"},
+            "layout": {**parallelism, "micro_batch_size": 1},
+            "train": {"train_iters": 1, "global_batch_size": 4, "precision": "bf16"},
             "optimizer": {"lr": 1e-3},
             **more,
         }
@@ -106,7 +106,7 @@ def test_an_export_does_not_depend_on_the_layout(
 @pytest.mark.slow
 @pytest.mark.deepspeed
 def test_a_checkpoint_of_deepspeed_is_exported_too(worlds: dict[int, GlooWorld], tmp_path: Path) -> None:
-    zero = recipe(LLAMA, {}, engine="deepspeed", zero={"stage": 3})
+    zero = recipe(LLAMA, {}, layout={"engine": "deepspeed", "zero": {"stage": 3}})
     worlds[1].run(save, recipe(LLAMA, {}), tmp_path / "megatron")
     worlds[2].run(save, zero, tmp_path / "deepspeed")
     one = exported(recipe(LLAMA, {}), tmp_path / "megatron", tmp_path / "one")

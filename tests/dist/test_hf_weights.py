@@ -34,7 +34,7 @@ CASES: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("deepseek_v3", 2, PP2),
     ("deepseek_v3", 4, {**TP2, **EP2, "expert_tensor_parallel_size": 1}),
 )
-ZERO: dict[str, Any] = {"engine": "deepspeed", "zero": {"stage": 3}}
+ZERO: dict[str, Any] = {"layout": {"engine": "deepspeed", "zero": {"stage": 3}}}
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +57,12 @@ def imported(kind: str, models: Path, runs: Path, precision: str) -> tuple[Recip
 
 
 def in_layout(recipe: Recipe, layout: dict[str, Any], **others: Any) -> Recipe:
-    return Recipe.model_validate({**recipe.model_dump(mode="json"), "parallelism": layout, **others})
+    return Recipe.model_validate({**recipe.model_dump(mode="json"), "layout": layout, **others})
 
 
 def from_folder(recipe: Recipe, folder: Path) -> dict[str, np.ndarray] | None:
     """What `train.pretrained` starts from: weights, master weights and moments."""
-    with model_parallel(recipe.train.seed, recipe.parallelism) as world:
+    with model_parallel(recipe.train.seed, recipe.layout) as world:
         weights = open_weights(folder, recipe.model)
         engine = backend(recipe).build(derive(recipe, world.size, ROOMY), select(), weights)
         found = everything(engine, world)
@@ -72,7 +72,7 @@ def from_folder(recipe: Recipe, folder: Path) -> dict[str, np.ndarray] | None:
 
 def from_checkpoint(recipe: Recipe, run: Path) -> dict[str, np.ndarray] | None:
     """The same, of what `llmrecipes import` has written."""
-    with model_parallel(recipe.train.seed, recipe.parallelism) as world:
+    with model_parallel(recipe.train.seed, recipe.layout) as world:
         entry = choose(CheckpointStore(run / "checkpoints"), world).entry
         assert entry is not None
         engine = backend(recipe).construct(derive(recipe, world.size, ROOMY), select())

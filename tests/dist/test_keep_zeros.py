@@ -32,7 +32,7 @@ def trained(degrees: dict[str, object], precision: str) -> tuple[list[float], fl
     """Losses and gradient norms of three steps, and the share of a rank's matrices that is zero."""
     recipe = moe_recipe(degrees, {"precision": precision, "keep_zeros": True})
     platform = select()
-    with model_parallel(1, recipe.parallelism) as world:
+    with model_parallel(1, recipe.layout) as world:
         plan = derive(recipe, world.size, ROOMY)
         built = build(plan, platform)
         matrices = {

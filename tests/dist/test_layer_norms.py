@@ -16,7 +16,7 @@ from tests.dist.worlds import GlooWorld
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 MEASURED = {"grad_norm", "weight_norm", "update_norm", "activation_rms", "attention_logit"}
-WHOLE: Sections = {"parallelism": {"use_distributed_optimizer": False}}
+WHOLE: Sections = {"layout": {"use_distributed_optimizer": False}}
 LAYOUTS: list[tuple[str, str, Sections]] = [
     ("gpt", "tp2", {}),
     ("gpt with more weights", "tp2 sp", WHOLE),

@@ -80,17 +80,17 @@ def test_stages_of_other_layouts_change_nothing(case: Staged, suite: Suite) -> N
 def test_offload_to_nvme_uses_the_disk_while_it_runs(suite: Suite, worlds: dict[int, GlooWorld]) -> None:
     recipe = suite.runnable(NVME_ROW)
     assert worlds[2].run(_files_of_a_step, recipe) >= 3 * 2**20
-    assert recipe.zero is not None and recipe.zero.nvme_path is not None
-    left = [path for path in Path(recipe.zero.nvme_path).rglob("*") if path.is_file() and path.stat().st_size]
+    assert recipe.layout.zero is not None and recipe.layout.zero.nvme_path is not None
+    left = [path for path in Path(recipe.layout.zero.nvme_path).rglob("*") if path.is_file() and path.stat().st_size]
     assert left == []
 
 
 def _files_of_a_step(recipe: Recipe) -> int:
     """Bytes that the first rank has on the disk."""
-    assert recipe.zero is not None and recipe.zero.nvme_path is not None
+    assert recipe.layout.zero is not None and recipe.layout.zero.nvme_path is not None
     with training(recipe) as (engine, world):
         engine.train_step(loaders(recipe, world))
-        return sum(path.stat().st_size for path in Path(recipe.zero.nvme_path).rglob("rank0/*.swp"))
+        return sum(path.stat().st_size for path in Path(recipe.layout.zero.nvme_path).rglob("rank0/*.swp"))
 
 
 def test_a_failed_rank_is_reported_and_its_world_restarts(worlds: dict[int, GlooWorld]) -> None:
@@ -172,29 +172,29 @@ def test_the_core_has_every_kind_of_parallelism_and_every_pair() -> None:
         return {
             f"{section}.{key}={value}"
             for row in rows
-            for section, keys in {**row.changes, "parallelism": row.recipe.parallelism.model_dump()}.items()
+            for section, keys in {**row.changes, "layout": row.recipe.layout.model_dump()}.items()
             for key, value in keys.items()
             if not key.endswith(("_size", "_layout"))
         }
 
     left_out = {
-        "speed.overlap_moe_expert_parallel_comm=True",
+        "layout.overlap_moe_expert_parallel_comm=True",
         # The other end of what the core has.
-        "parallelism.num_layers_in_last_pipeline_stage=1",
-        "parallelism.account_for_loss_in_pipeline_split=True",
+        "layout.num_layers_in_last_pipeline_stage=1",
+        "layout.account_for_loss_in_pipeline_split=True",
         # One layout of each on every commit, by `make test-deep`: `table.essential` has them.
-        "train.recompute_modules=['core_attn', 'mla_up_proj', 'layernorm']",
-        "train.recompute_modules=['mlp', 'layernorm']",
-        "train.recompute_modules=['moe', 'layernorm']",
-        "speed.bias_activation_fusion=True",
-        "speed.bias_dropout_fusion=True",
-        "speed.apply_rope_fusion=True",
-        "speed.cross_entropy_loss_fusion=True",
-        "speed.moe_shared_expert_overlap=True",
-        "speed.ddp_pad_buckets_for_high_nccl_busbw=True",
-        "speed.deterministic_mode=True",
-        "speed.reduce_scatter_with_fp32_accumulation=True",
-        "parallelism.grad_reduce_in_fp32=False",
+        "layout.recompute_modules=['core_attn', 'mla_up_proj', 'layernorm']",
+        "layout.recompute_modules=['mlp', 'layernorm']",
+        "layout.recompute_modules=['moe', 'layernorm']",
+        "layout.bias_activation_fusion=True",
+        "layout.bias_dropout_fusion=True",
+        "layout.apply_rope_fusion=True",
+        "layout.cross_entropy_loss_fusion=True",
+        "layout.moe_shared_expert_overlap=True",
+        "layout.ddp_pad_buckets_for_high_nccl_busbw=True",
+        "layout.deterministic_mode=True",
+        "train.reduce_scatter_with_fp32_accumulation=True",
+        "train.grad_reduce_in_fp32=False",
         "optimizer.weight_decay=1.0",
     }
     # DeepSpeed is an extra that `make test` does without.

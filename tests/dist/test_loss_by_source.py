@@ -93,7 +93,7 @@ def test_sums_are_those_of_one_process(
 @pytest.mark.deepspeed
 def test_deepspeed_sums_the_same(alone: dict[str, Any], worlds: dict[int, GlooWorld]) -> None:
     for layout in ("dp2", "tp2"):
-        row = Row("gpt", layout, {**BLEND, "zero": {"stage": 2}}, engine="deepspeed")
+        row = Row("gpt", layout, {**BLEND, "layout": {"zero": {"stage": 2}}}, engine="deepspeed")
         require_same(worlds[2].run(sums, row)[0], of_one_process("gpt", alone, worlds)[0])
 
 

@@ -30,7 +30,7 @@ SMALL: Sections = {
         "vocab_size": 64, "seq_length": 16,
     },
 }  # fmt: skip
-WHOLE: Sections = {**SMALL, "parallelism": {"use_distributed_optimizer": False}}
+WHOLE: Sections = {**SMALL, "layout": {"use_distributed_optimizer": False}}
 
 
 @pytest.mark.parametrize(

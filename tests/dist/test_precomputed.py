@@ -37,7 +37,7 @@ def computed(recipe: Recipe, data_dir: Path, folder: Path) -> None:
     (work_folder(folder) / "parts").mkdir(parents=True, exist_ok=True)
     (work_folder(folder) / REQUEST).write_text(json.dumps({"facts": {}}))
     live = with_frozen_model(recipe)
-    with model_parallel(recipe.train.seed, recipe.parallelism) as world:
+    with model_parallel(recipe.train.seed, recipe.layout) as world:
         compute(
             PrecomputeSpec(recipe=live, data_dir=data_dir, folder=folder, frozen=None, on_gpus=False), select(), world
         )
@@ -60,14 +60,14 @@ def test_values_and_training_are_those_of_one_process(
     one = preferring(source, tmp_path / "one", packing=packing, model=model)
     prepare(one, data_dir)
     worlds[1].run(computed, one, data_dir, tmp_path / "one")
-    read = preferring(source, tmp_path / "many", packing=packing, model=model, parallelism=degrees)
+    read = preferring(source, tmp_path / "many", packing=packing, model=model, layout=degrees)
     worlds[ranks].run(computed, read, data_dir, tmp_path / "many")
     names = sorted(path.name for path in (tmp_path / "one").glob("*.npy"))
     assert len(names) == 2
     for name in names:
         alone, together = np.load(tmp_path / "one" / name), np.load(tmp_path / "many" / name)
         np.testing.assert_allclose(together, alone, rtol=1e-5)
-    live = preferring(source, packing=packing, model=model, parallelism=degrees)
+    live = preferring(source, packing=packing, model=model, layout=degrees)
     values = [worlds[ranks].run(losses, recipe, data_dir) for recipe in (read, live)]
     values.append(worlds[1].run(losses, one, data_dir))
     np.testing.assert_allclose(values[0], values[1], rtol=1e-6)
@@ -84,7 +84,7 @@ def test_a_student_is_the_one_with_its_teacher(
     prepare(one, data_dir)
     worlds[1].run(computed, one, data_dir, tmp_path / "one")
     read, live = (
-        taught(corpus, "student", folder, model={"num_layers": 4}, distill={"model": wide}, parallelism=degrees)
+        taught(corpus, "student", folder, model={"num_layers": 4}, distill={"model": wide}, layout=degrees)
         for folder in (tmp_path / "many", None)
     )
     worlds[ranks].run(computed, read, data_dir, tmp_path / "many")

@@ -19,7 +19,7 @@ from tests.dist.worlds import GlooWorld
 pytestmark = pytest.mark.dist
 
 SAVED = Row("gpt in bf16", "tp2 sp")
-OTHERS = (Row("gpt in bf16", "dp2"), Row("gpt in bf16", "pp2", {"parallelism": {"use_distributed_optimizer": False}}))
+OTHERS = (Row("gpt in bf16", "dp2"), Row("gpt in bf16", "pp2", {"layout": {"use_distributed_optimizer": False}}))
 DROPOUT = {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}}
 SAME = (
     Row("gpt", "tp2 sp pp2", DROPOUT),
@@ -29,14 +29,17 @@ SAME = (
 )
 FIRST = SAME[0]  # the others are left to make test-deep
 ZERO = (
-    Row("gpt in bf16", "dp2", {**DROPOUT, "zero": {"stage": 1}}, engine="deepspeed"),
-    Row("gpt", "dp2", {**DROPOUT, "zero": {"stage": 2}}, engine="deepspeed"),
-    Row("gpt in fp16", "dp2", {**DROPOUT, "zero": {"stage": 3}}, engine="deepspeed"),
+    Row("gpt in bf16", "dp2", {**DROPOUT, "layout": {"zero": {"stage": 1}}}, engine="deepspeed"),
+    Row("gpt", "dp2", {**DROPOUT, "layout": {"zero": {"stage": 2}}}, engine="deepspeed"),
+    Row("gpt in fp16", "dp2", {**DROPOUT, "layout": {"zero": {"stage": 3}}}, engine="deepspeed"),
     # hpZ gathers from its second copy of the weights, which is older than those that are loaded.
     Row(
         "gpt",
         "dp4",
-        {**DROPOUT, "zero": {"stage": 3, "zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 100}},
+        {
+            **DROPOUT,
+            "layout": {"zero": {"stage": 3, "zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 100}},
+        },
         engine="deepspeed",
     ),
 )

@@ -31,29 +31,26 @@ TWO: Stages = [
     {
         "name": "long",
         "model": {"seq_length": 128},
-        "parallelism": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        "layout": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     },
 ]
 THREE: Stages = [
     {
         "name": "first",
         "train_iters": 3,
-        "parallelism": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2},
+        "layout": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2}
     },
     {
         "name": "long",
         "train_iters": 3,
         "model": {"seq_length": 128},
-        "parallelism": {
-            "tensor_model_parallel_size": 1, "sequence_parallel": False, "pipeline_model_parallel_size": 1,
-            "context_parallel_size": 2,
-        },
+        "layout": {"tensor_model_parallel_size": 1, "sequence_parallel": False, "pipeline_model_parallel_size": 1,
+            "context_parallel_size": 2}
     },
     {
         "name": "last",
-        "parallelism": {
-            "context_parallel_size": 1, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2,
-        },
+        "layout": {"context_parallel_size": 1, "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2}
     },
 ]  # fmt: skip
 
@@ -63,12 +60,12 @@ def staged(corpus: Path, data_dir: Path, stages: Stages, dropout: float = 0.0) -
         corpus,
         model={"num_layers": 4 if stages is THREE else 2, "position_embedding_type": "rope", "hidden_dropout": dropout},
         train={
-            "train_iters": 9 if stages is THREE else 6, "micro_batch_size": 1, "global_batch_size": 4,
-            "eval_interval": 4,
+            "train_iters": 9 if stages is THREE else 6, "global_batch_size": 4,
+            "eval_interval": 4
         },
         data={"num_workers": 0},  # ranks of the pool may have no children
         checkpoint={"save_interval": 2, "most_recent_k": 8},
-    )  # fmt: skip
+    layout={"micro_batch_size": 1})  # fmt: skip
     recipe = Recipe.model_validate({**one.model_dump(mode="json"), "stages": stages})
     prepare(recipe, data_dir)
     return recipe
@@ -106,7 +103,7 @@ def train_run(spec: RunSpec, wait_after: int | None = None) -> int:
 def test_a_second_stage_of_another_layout_trains_what_one_process_does(
     corpus: Path, data_dir: Path, worlds: dict[int, GlooWorld], tmp_path: Path
 ) -> None:
-    plain = [{key: value for key, value in stage.items() if key != "parallelism"} for stage in TWO]
+    plain = [{key: value for key, value in stage.items() if key != "layout"} for stage in TWO]
     one, two = (spec_of(staged(corpus, data_dir, stages), tmp_path / name, data_dir) for name, stages in
                 (("one", plain), ("two", TWO)))  # fmt: skip
     assert worlds[1].run(train_run, one) == 0
@@ -121,7 +118,7 @@ def test_a_second_stage_of_another_layout_trains_what_one_process_does(
     ]
     assert "resized" not in {note["event"] for note in notes}
     executed = [note["details"]["executed"] for note in notes if note["event"] == "started"]
-    assert [how.get("parallelism.tensor_model_parallel_size") for how in executed] == [None, 2]
+    assert [how.get("layout.tensor_model_parallel_size") for how in executed] == [None, 2]
 
 
 @pytest.mark.slow

@@ -207,7 +207,7 @@ def test_all_ranks_stop_at_a_nan_and_name_where_it_began(layout: str, worlds: di
 
 
 def _zero(stage: int) -> Sections:
-    return {"zero": {"stage": stage}, "parallelism": {"use_distributed_optimizer": stage > 0}}
+    return {"layout": {"zero": {"stage": stage}, "use_distributed_optimizer": stage > 0}}
 
 
 POISONED_STEPS = [
@@ -240,9 +240,11 @@ def test_no_weight_moves_in_a_step_that_is_not_finite(row: Row, quantity: str, w
     ("stage", "extra"), [(3, {"comms_logger": True}), (2, {"gradient_predivide_factor": 2.0})], ids=("read", "asserted")
 )
 def test_what_deepspeed_refuses_is_one_message(stage: int, extra: dict[str, Any], worlds: dict[int, GlooWorld]) -> None:
-    row = Row("gpt", "dp2", {"zero": {"stage": stage, "extra": extra}}, engine="deepspeed")
-    assert worlds[2].run(refusal, row) == "2 zero.extra"
-    assert worlds[2].run(refusal, Row("gpt", "dp2", {"zero": {"stage": stage}}, engine="deepspeed")) == "built"
+    row = Row("gpt", "dp2", {"layout": {"zero": {"stage": stage, "extra": extra}}}, engine="deepspeed")
+    assert worlds[2].run(refusal, row) == "2 layout.zero.extra"
+    assert (
+        worlds[2].run(refusal, Row("gpt", "dp2", {"layout": {"zero": {"stage": stage}}}, engine="deepspeed")) == "built"
+    )
 
 
 @pytest.mark.parametrize("layout", ["dp1", *LAYOUTS])

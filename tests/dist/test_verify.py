@@ -54,15 +54,17 @@ def make(corpus: Path, model: dict[str, Any], parallelism: dict[str, Any]) -> Re
         {
             "name": "checked",
             "model": {**shape, "hidden_dropout": 0.1, "attention_dropout": 0.1, **model},
-            "parallelism": parallelism,
-            "train": {
-                "train_iters": 100,
+            "layout": {
+                **parallelism,
                 "micro_batch_size": 1,
-                "global_batch_size": 8,
-                "precision": "bf16",
                 "recompute_granularity": "full",
                 "recompute_method": "uniform",
                 "recompute_num_layers": 1,
+            },
+            "train": {
+                "train_iters": 100,
+                "global_batch_size": 8,
+                "precision": "bf16",
             },
             "optimizer": {"lr": 1e-3},
             "data": {"sources": [{"type": "text", "path": str(corpus)}]},
@@ -314,8 +316,8 @@ def test_the_exit_code_of_the_command(
         (["--tolerance", "0"], "--tolerance"),
         (["--tolerance", "nan"], "--tolerance"),
         (["--iters", "0"], "--iters"),
-        (["--nproc", "3"], "parallelism"),
-        (["parallelism.context_parallel_size=3"], "model.seq_length"),
+        (["--nproc", "3"], "layout"),
+        (["layout.context_parallel_size=3"], "model.seq_length"),
     ],
 )
 def test_bad_input_is_one_message(

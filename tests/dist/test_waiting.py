@@ -27,8 +27,8 @@ def test_a_step_waits_for_the_device_once(name: str, worlds: dict[int, GlooWorld
     ranks, parallelism = LAYOUTS[name]
     recipe = tiny(
         model={**LLAMA, "num_layers": 4},
-        parallelism=parallelism,
-        train={"micro_batch_size": 1, "global_batch_size": 4, "label_smoothing": 0.1},
+        layout={**parallelism, "micro_batch_size": 1},
+        train={"global_batch_size": 4, "label_smoothing": 0.1},
     )
     found, freed = worlds[ranks].run(waits_of_a_step, recipe)
     assert found == ["tolist"], "the loss, with the norm and the stop flag"
@@ -37,7 +37,7 @@ def test_a_step_waits_for_the_device_once(name: str, worlds: dict[int, GlooWorld
 
 
 def test_layers_are_measured_without_another_wait(worlds: dict[int, GlooWorld]) -> None:
-    recipe = tiny(tracking={"layers_interval": 1}, train={"micro_batch_size": 1, "global_batch_size": 4})
+    recipe = tiny(tracking={"layers_interval": 1}, train={"global_batch_size": 4}, layout={"micro_batch_size": 1})
     assert worlds[2].run(waits_of_a_step, recipe)[0] == ["tolist"]
 
 
@@ -46,8 +46,8 @@ def test_gradients_are_compared_without_another_wait(name: str, worlds: dict[int
     ranks, parallelism = LAYOUTS[name]
     recipe = tiny(
         model={**LLAMA, "num_layers": 4},
-        parallelism=parallelism,
-        train={"micro_batch_size": 1, "global_batch_size": 4},
+        layout={**parallelism, "micro_batch_size": 1},
+        train={"global_batch_size": 4},
     )
     found, _ = worlds[ranks].run(partial(waits_of_a_step, compared=True), recipe)
     assert found == ["tolist"]
@@ -59,10 +59,9 @@ def test_gradients_are_compared_without_another_wait(name: str, worlds: dict[int
 @pytest.mark.rotating
 def test_around_deepspeeds_own_a_step_waits_once(stage: int, worlds: dict[int, GlooWorld]) -> None:
     recipe = tiny(
-        zero={"stage": stage},
-        parallelism={"use_distributed_optimizer": stage > 0},
-        train={"micro_batch_size": 1, "global_batch_size": 4},
-    ).model_copy(update={"engine": "deepspeed"})
+        layout={"zero": {"stage": stage}, "use_distributed_optimizer": stage > 0, "micro_batch_size": 1},
+        train={"global_batch_size": 4},
+    ).with_layout(engine="deepspeed")
     found, _ = worlds[2].run(waits_of_a_step, recipe, "llmrecipes")
     # Masks of the batch are summed on the host, where they are.
     assert [name for name in found if name != "__float__"] == ["tolist"]

@@ -34,7 +34,7 @@ def recipe_of(variant: str, stage: int) -> Recipe:
         row.recipe
         for row in ROWS
         if row.variant == variant and row.layout == "dp2" and row.engine == "deepspeed"
-        if row.recipe.zero is not None and row.recipe.zero.stage == stage
+        if row.recipe.layout.zero is not None and row.recipe.layout.zero.stage == stage
     )
 
 
@@ -70,7 +70,7 @@ def test_gradients_are_sent_to_their_owner_alone(stage: int, worlds: dict[int, G
 
 def _sent_in_a_step(recipe: Recipe) -> tuple[int, float]:
     one = recipe.model_copy(
-        update={"train": recipe.train.model_copy(update={"global_batch_size": 2 * recipe.train.micro_batch_size})}
+        update={"train": recipe.train.model_copy(update={"global_batch_size": 2 * recipe.layout.micro_batch_size})}
     )
     with training(one) as (engine, world):
         batches = loaders(one, world)
@@ -95,7 +95,7 @@ def _drawn(recipe: Recipe) -> tuple[int, int, int]:
         return bits(key, shape, offset, size)
 
     platform, engines = select(), backend(recipe)
-    with pytest.MonkeyPatch.context() as patch, model_parallel(recipe.train.seed, recipe.parallelism) as world:
+    with pytest.MonkeyPatch.context() as patch, model_parallel(recipe.train.seed, recipe.layout) as world:
         patch.setattr(philox, "bits", watched)
         plan = derive(recipe, world.size, ROOMY)
         engine = engines.build(plan, platform)

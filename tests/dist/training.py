@@ -219,7 +219,7 @@ def go_on(recipe: Recipe, folder: Path) -> Outcome | None:
 def training(recipe: Recipe) -> Iterator[tuple[Engine, World]]:
     """An engine on ranks that have been joined."""
     platform = select()
-    with model_parallel(recipe.train.seed, recipe.parallelism) as world:
+    with model_parallel(recipe.train.seed, recipe.layout) as world:
         plan = derive(recipe, world.size, ROOMY)
         engine = backend(recipe).build(plan, platform)
         try:

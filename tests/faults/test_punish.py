@@ -51,7 +51,7 @@ def test_faults_inside_ranks_are_noticed_and_change_nothing(
         (["--fault", "earthquake"], "--fault", ()),
         (["--nproc", "1"], "--nproc", "2"),
         (["--steps", "79", "--save-interval", "20"], "--steps", "--steps 80"),
-        ([*ADAMW, "engine=deepspeed", "zero.stage=1"], "engine", "engine=megatron"),
+        ([*ADAMW, "layout.engine=deepspeed", "layout.zero.stage=1"], "engine", "layout.engine=megatron"),
     ],
 )
 def test_what_cannot_be_punished_is_refused(
@@ -100,7 +100,7 @@ def test_a_fault_whose_run_ends_meanwhile_is_settled(tmp_path: Path) -> None:
 
 def test_a_fault_that_shows_between_replicas_needs_some(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     paths = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(tmp_path / "data")]
-    words = ["gpt-tiny", "parallelism.tensor_model_parallel_size=2", "--nproc", "2", "--fault", "flipped weight bit"]
+    words = ["gpt-tiny", "layout.tensor_model_parallel_size=2", "--nproc", "2", "--fault", "flipped weight bit"]
     assert lab.run(["punish", *words, *paths]) == 2
     require_message(capfd.readouterr().err, "--fault", rule="--nproc 4")
 

@@ -20,7 +20,7 @@ STOPS = (3, 5, 9)
 def test_a_run_with_a_growing_batch_goes_on_bit_for_bit(
     tmp_path: Path, corpus: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 8, "rampup_batch_size": [2, 2, 24]}
+    train: dict[str, Any] = {"global_batch_size": 8, "rampup_batch_size": [2, 2, 24]}
     recipe = tiny_on(
         corpus,
         model={"hidden_dropout": 0.1},

@@ -18,7 +18,11 @@ from llmrecipes.cli.app import run
 
 ARCHIVE = Path(__file__).parents[1] / "golden" / "runs-of-megatron-core-0.16.tar.xz"
 ZERO = pytest.param(
-    "dense", "zero", "2", ["engine=deepspeed", "zero={stage: 2}"], marks=[pytest.mark.deepspeed, pytest.mark.slow]
+    "dense",
+    "zero",
+    "2",
+    ["layout.engine=deepspeed", "layout.zero={stage: 2}"],
+    marks=[pytest.mark.deepspeed, pytest.mark.slow],
 )
 
 
@@ -44,7 +48,7 @@ def curve(path: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("recipe", "run_id", "ranks", "changes"),
     [
-        pytest.param("stored", "moe", "2", ["parallelism.expert_model_parallel_size=2"], marks=pytest.mark.rotating),
+        pytest.param("stored", "moe", "2", ["layout.expert_model_parallel_size=2"], marks=pytest.mark.rotating),
         ("dense", "dense", "2", []),
         ("tuned", "lora", "1", []),
         ZERO,

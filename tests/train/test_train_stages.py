@@ -28,7 +28,8 @@ STAGES: list[dict[str, Any]] = [
         "name": "long",
         "train_iters": 4,
         "model": {"seq_length": 128, "rotary_base": 5e4},
-        "train": {"micro_batch_size": 1, "freeze": []},
+        "train": {"freeze": []},
+        "layout": {"micro_batch_size": 1},
     },
     {
         "name": "anneal",

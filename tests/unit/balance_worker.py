@@ -14,13 +14,13 @@ from llmrecipes.engine.megatron.engine import Batch, MegatronEngine
 from llmrecipes.engine.parts.router_balance import Balance, RouterBalance
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.derive import derive
-from llmrecipes.recipe.schema import Model, Optimizer, Parallelism, Recipe, Train
+from llmrecipes.recipe.schema import LayoutKeys, Model, Optimizer, Recipe, Train
 
 EXPERTS, TOPK, SEQUENCE, VOCABULARY = 4, 2, 16, 128
 ROOMY = Cluster(gpus=(), cpu_cores=1, memory_bytes=1 << 40, memory_available_bytes=1 << 40, disk_free_bytes=1 << 40)
 
 
-def moe_recipe(parallelism: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **model: Any) -> Recipe:
+def moe_recipe(layout: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **model: Any) -> Recipe:
     """Two layers of four experts; a step has four micro-batches of two sequences."""
     shape = {
         "num_layers": 2,
@@ -33,11 +33,11 @@ def moe_recipe(parallelism: dict[str, Any] | None = None, train: dict[str, Any] 
         "moe_router_topk": TOPK,
         "init_method_std": 0.2,
     }
-    steps = {"train_iters": 10, "micro_batch_size": 2, "global_batch_size": 8, "precision": "fp32"}
+    steps = {"train_iters": 10, "global_batch_size": 8, "precision": "fp32"}
     return Recipe(
         name="t",
         model=Model(**{**shape, **model}),
-        parallelism=Parallelism(**(parallelism or {})),
+        layout=LayoutKeys(**{"micro_batch_size": 2, **(layout or {})}),
         train=Train(**{**steps, **(train or {})}),
         optimizer=Optimizer(lr=1e-3),
     )
@@ -75,7 +75,7 @@ def balances(layouts: dict[str, dict[str, Any]]) -> dict[str, Balance]:
     found = {}
     for name, degrees in layouts.items():
         recipe = moe_recipe(degrees, moe_aux_loss_coeff=0.01)
-        with model_parallel(1, recipe.parallelism) as world:
+        with model_parallel(1, recipe.layout) as world:
             engine = make_engine(recipe, world.size)
             found[name] = one_step(engine, world.data_parallel_rank, world.data_parallel_size)
     return found

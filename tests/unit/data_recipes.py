@@ -13,6 +13,7 @@ from typing import Any, get_args
 from llmrecipes.data.steps.steps import Step as MadeStep
 from llmrecipes.recipe.schema import Data, Model, Optimizer, Recipe, Train
 from llmrecipes.recipe.sections.data_steps import Step, StepSection
+from llmrecipes.recipe.sections.layout_section import LayoutKeys
 from llmrecipes.recipe.sections.plugins import DataStep
 from llmrecipes.recipe.sections.source import AnySource, make_source
 from llmrecipes.recipe.sections.tokenizer_section import AnyTokenizer, BpeTokenizer
@@ -31,10 +32,9 @@ def recipe(
     return Recipe(
         name="t",
         model=Model(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=seq_length, vocab_size=vocab_size),
-        train=Train(
-            train_iters=train_iters, micro_batch_size=2, global_batch_size=8, eval_interval=5, eval_iters=2, seed=seed
-        ),
+        train=Train(train_iters=train_iters, global_batch_size=8, eval_interval=5, eval_iters=2, seed=seed),
         optimizer=Optimizer(lr=1e-3),
+        layout=LayoutKeys(micro_batch_size=2),
         data=Data(sources=sources, split=split, tokenizer=tokenizer or BpeTokenizer()),
     )
 

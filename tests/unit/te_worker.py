@@ -47,7 +47,7 @@ from llmrecipes.engine.megatron.user_buffers import create_user_buffers  # noqa:
 from llmrecipes.errors import UserError  # noqa: E402
 from llmrecipes.hardware.cluster import DetectedGpu  # noqa: E402
 from llmrecipes.plan.derive import derive  # noqa: E402
-from llmrecipes.recipe.schema import Parallelism  # noqa: E402
+from llmrecipes.recipe.schema import LayoutKeys  # noqa: E402
 from tests.helpers import LLAMA, ROOMY, tiny  # noqa: E402
 from tests.unit.test_plan_model import EXPERTS, LATENT  # noqa: E402
 
@@ -95,7 +95,7 @@ def weights(layout: dict[str, Any], platform: Any) -> dict[str, dict[str, dict[s
             adapters: dict[str, Any] = {"lora": {"rank": 4}} if name in ADAPTED else {}
             recipe = tiny(
                 model={**model, "transformer_impl": implementation},
-                train={"precision": "bf16"}, parallelism=layout, **adapters,
+                train={"precision": "bf16"}, layout=layout, **adapters,
             )  # fmt: skip
             built = construct(derive(recipe, WORLD, ROOMY), platform)
             assert built.implementation == implementation
@@ -124,10 +124,9 @@ def counted(platform: Any) -> dict[str, dict[str, float]]:
         for name, (model, layout) in cases.items():
             recipe = tiny(
                 model={**model, "transformer_impl": "transformer_engine"},
-                train={"precision": "bf16"}, parallelism=layout,
-            )  # fmt: skip
+                train={"precision": "bf16"}, layout=layout)  # fmt: skip
             one.connect(TIMEOUT)
-            with model_parallel(1, recipe.parallelism):
+            with model_parallel(1, recipe.layout):
                 groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "expt_tp"])
                 for part in nested_values(construct(derive(recipe, WORLD, GPUS), one).module.sharded_state()):
                     if not isinstance(part.data, torch.nn.Parameter):
@@ -150,8 +149,9 @@ def packed_arguments(platform: Any) -> dict[str, Any]:
     model = {"position_embedding_type": "rope", "normalization": "RMSNorm", "add_bias_linear": False}
     recipe = tiny(
         model=model,
-        train={"precision": "bf16", "micro_batch_size": 1},
+        train={"precision": "bf16"},
         data={"sources": [{"type": "docstrings"}], "chat": {}},
+        layout={"micro_batch_size": 1},
     )
     made = construct(derive(recipe, WORLD, ROOMY), platform)
     assert made.implementation == "transformer_engine", made.reason
@@ -174,12 +174,11 @@ def packed_arguments(platform: Any) -> dict[str, Any]:
 
 
 def hidden_communication(platform: Any) -> dict[str, Any]:
-    """User buffers of each linear layer with `speed.tp_comm_overlap`, and what creating them says without a GPU."""
+    """User buffers of each linear layer with `layout.tp_comm_overlap`, and what creating them says without a GPU."""
     recipe = tiny(
         model=LLAMA,
         train={"precision": "bf16"},
-        parallelism=LAYOUTS["tp2"],
-        speed={"tp_comm_overlap": True, "tp_comm_bulk_wgrad": False},
+        layout={**LAYOUTS["tp2"], "tp_comm_overlap": True, "tp_comm_bulk_wgrad": False},
     )
     plan = derive(recipe, WORLD, GPUS)
     made = construct(plan, platform)
@@ -198,8 +197,7 @@ def late_weight_gradients(platform: Any) -> list[bool]:
     recipe = tiny(
         model={**LLAMA, **EXPERTS, "num_layers": 2},
         train={"precision": "bf16"},
-        parallelism=LAYOUTS["ep2"],
-        speed={"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
+        layout={**LAYOUTS["ep2"], "overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
     )
     plan = derive(recipe, WORLD, GPUS)
     made = construct(plan, platform)
@@ -265,9 +263,8 @@ def eight_bits(platform: Any) -> dict[str, Any]:
                 **DEEPSEEK, "q_lora_rank": 64, "qk_head_dim": 32, "qk_pos_emb_head_dim": 32, "v_head_dim": 32,
                 "ffn_hidden_size": 192,
             },
-            train={"precision": "bf16"},
-            speed={"fp8": "hybrid", "fp8_recipe": scaling, "first_last_layers_bf16": True},
-        )  # fmt: skip
+            train={"precision": "bf16", "fp8": "hybrid", "fp8_recipe": scaling, "first_last_layers_bf16": True},
+            )  # fmt: skip
         made = construct(derive(recipe, WORLD, node), platform)
         chosen = get_fp8_recipe(made.config)
         state = made.module.sharded_state()
@@ -293,7 +290,7 @@ def recorded_layers(platform: Any) -> dict[str, Any]:
     for name, (model, keys) in models.items():
         speed = {"cuda_graph_impl": "transformer_engine", **keys}
         overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True, "use_distributed_optimizer": True}
-        recipe = tiny(model=model, train={"precision": "bf16"}, parallelism=overlap, speed=speed)
+        recipe = tiny(model=model, train={"precision": "bf16"}, layout={**overlap, **speed})
         plan = derive(recipe, WORLD, GPUS)
         made = construct(plan, platform)
         chunks = [data_parallel(plan, made, 0)]
@@ -353,7 +350,7 @@ if __name__ == "__main__":
     result: dict[str, Any] = {}
     for name, layout in LAYOUTS.items():
         platform.connect(TIMEOUT)
-        with model_parallel(1, Parallelism.model_validate(layout)):
+        with model_parallel(1, LayoutKeys.model_validate(layout)):
             result[name] = weights(layout, platform)
             if not layout:
                 result["packed"] = packed_arguments(platform)

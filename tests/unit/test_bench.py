@@ -38,7 +38,7 @@ def test_collectives_of_every_group_go_into_a_profile(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     tensor = {"tensor_model_parallel_size": 2}
-    recipe = write_recipe(tiny_on(corpus, parallelism=tensor), tmp_path)
+    recipe = write_recipe(tiny_on(corpus, layout=tensor), tmp_path)
     measured = ["bench", "collectives", recipe, "--nproc", "4", "--sizes", "1KiB,64KiB", "--repeats", "2", "--json"]
     assert run([*measured, "--cluster", "laptop", "--write", "mine.yaml"]) == 0
     answer = json.loads(capfd.readouterr().out)
@@ -291,7 +291,7 @@ def test_steps_and_reading(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFi
         (["collectives", "--write", "x.yaml"], "--write"),
         (["collectives", "--cluster", "laptop", "--write", "/"], "--write"),
         (["collectives", "--cluster", "laptop", "--write", "My File.yaml"], "--write"),
-        (["step", "gpt-tiny-3d", "--nproc", "6"], "parallelism"),
+        (["step", "gpt-tiny-3d", "--nproc", "6"], "layout"),
         (["step", "no-such"], "no-such"),
     ],
 )

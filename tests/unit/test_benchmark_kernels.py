@@ -13,7 +13,7 @@ from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load
 from tests.helpers import ROOMY, ROOT, environment
 
-SMALL = ["model.num_layers=2", "train.micro_batch_size=1"]
+SMALL = ["model.num_layers=2", "layout.micro_batch_size=1"]
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def test_the_search_finds_the_limit_from_any_start_without_a_try_twice(limit: in
 
 def test_every_variant_is_a_valid_recipe() -> None:
     for variant in VARIANTS:
-        assert recipe_of(variant, FP32, 2).zero is not None
+        assert recipe_of(variant, FP32, 2).layout.zero is not None
     for types in TYPES:
         assert recipe_of(PLAIN[3], types, 4).train.global_batch_size == 4
 

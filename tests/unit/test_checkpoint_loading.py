@@ -44,8 +44,9 @@ def recipe(**changes: Any) -> dict[str, Any]:
     document: dict[str, Any] = {
         "name": "tiny",
         "model": {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 64, "vocab_size": 64},
-        "train": {"train_iters": 4, "micro_batch_size": 4, "global_batch_size": 32},
+        "train": {"train_iters": 4, "global_batch_size": 32},
         "optimizer": {"lr": 1e-3},
+        "layout": {"micro_batch_size": 4},
     }
     resolved = Recipe.model_validate(document).model_dump(mode="json")
     for key, value in changes.items():
@@ -86,18 +87,18 @@ def test_what_decides_the_loss_curve_must_not_change(change: dict[str, Any]) -> 
     "change",
     [
         {"train__train_iters": 40},
-        {"train__micro_batch_size": 2},
-        {"train__recompute_granularity": "selective"},
+        {"layout__micro_batch_size": 2},
+        {"layout__recompute_granularity": "selective"},
         {"train__eval_interval": 5},
-        {"parallelism__use_distributed_optimizer": False},
+        {"layout__use_distributed_optimizer": False},
         {"checkpoint__save_interval": 5},
         {"tracking__mlflow": False},
         {"data__num_workers": 4},
         {"data__multiple_validation_sets": True},
         {"data__sources": [make_source(type="stdlib", label="code").model_dump(mode="json")]},
         {"scheduler__lr_decay_iters": 40},
-        {"engine": "deepspeed"},
-        {"zero": {"stage": 2}},
+        {"layout__engine": "deepspeed"},
+        {"layout__zero": {"stage": 2}},
     ],
 )
 def test_what_decides_where_and_how_long_may_change(change: dict[str, Any]) -> None:
@@ -107,9 +108,9 @@ def test_what_decides_where_and_how_long_may_change(change: dict[str, Any]) -> N
 
 
 def test_a_stage_may_change_what_a_run_may() -> None:
-    stage = {"name": "long", "train": {"micro_batch_size": 2}, "model": {"seq_length": 64}}
+    stage = {"name": "long", "model": {"seq_length": 64}, "layout": {"micro_batch_size": 2}}
     before = recipe(stages=[stage])
-    laid_out = {**stage, "parallelism": {"tensor_model_parallel_size": 2}, "train": {}, "speed": {"manual_gc": True}}
+    laid_out = {**stage, "layout": {"tensor_model_parallel_size": 2, "manual_gc": True}}
     require_compatible(recipe(stages=[laid_out]), before, where="runs/tiny/1")
     for other in ({"name": "other"}, {"model": {"seq_length": 32}}, {"optimizer": {"lr": 1e-4}}, {"train_iters": 3}):
         with refused("runs/tiny/1"):

@@ -77,7 +77,7 @@ def training(name: str, folder: Path, *, by_itself: bool = False, **changes: Any
     recipe = tiny("of-megatron", model=MODELS[name], **changes)
     platform = select()
     platform.install()
-    with join(platform, recipe.train.seed, recipe.parallelism):
+    with join(platform, recipe.train.seed, recipe.layout):
         engine = engine_of(recipe)
         steps(engine, 2)
         if by_itself:
@@ -100,7 +100,7 @@ def require_same(found: Training, run_dir: Path) -> None:
     (entry,) = CheckpointStore(run_dir / "checkpoints").entries()
     recipe = load(str(run_dir / "recipe.yaml")).recipe
     platform = select()
-    with join(platform, recipe.train.seed, recipe.parallelism):
+    with join(platform, recipe.train.seed, recipe.layout):
         model = MegatronBackend().load_weights(derive(recipe, 1, ROOMY), platform, entry)
         for name, value in model._built.module.named_parameters():
             # Rows of the vocabulary's padding that the checkpoint does not have are zero.
@@ -155,7 +155,7 @@ def test_weights_of_another_precision_are_converted(saved: Training, tmp_path: P
     made = import_megatron(saved.path, recipe, ["train.precision=bf16"], tmp_path / "runs", "half")
     assert any("bf16" in note for note in made.origin["notes"])
     (entry,) = CheckpointStore(Path(made.run_dir) / "checkpoints").entries()
-    with join(select(), 1, saved.recipe.parallelism):
+    with join(select(), 1, saved.recipe.layout):
         half = load(str(Path(made.run_dir) / "recipe.yaml")).recipe
         model = MegatronBackend().load_weights(derive(half, 1, ROOMY), select(), entry)
         for name, value in model._built.module.named_parameters():

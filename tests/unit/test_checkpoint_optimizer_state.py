@@ -44,8 +44,8 @@ def recipe(precision: str, distributed: bool) -> Recipe:
                 "activation_func": "silu",
                 "gated_linear_unit": True,
             },
-            "parallelism": {"use_distributed_optimizer": distributed},
-            "train": {"train_iters": 1, "micro_batch_size": 1, "global_batch_size": 1, "precision": precision},
+            "layout": {"use_distributed_optimizer": distributed, "micro_batch_size": 1},
+            "train": {"train_iters": 1, "global_batch_size": 1, "precision": precision},
             "optimizer": {"lr": 1e-3},
         }
     )
@@ -60,7 +60,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[MegatronEngine]:
     platform.install()
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("WORLD_SIZE", raising=False)
-        with join(platform, 1, chosen.parallelism) as world:
+        with join(platform, 1, chosen.layout) as world:
             plan = derive(chosen, world.size, detect())
             engine = MegatronEngine(plan, build(plan, platform), platform)
             for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):

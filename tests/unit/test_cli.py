@@ -121,7 +121,7 @@ def test_a_plan_has_the_preparation_of_what_is_read(capsys: pytest.CaptureFixtur
 
 
 def test_a_plan_has_the_configuration_of_an_engine_that_has_one(capsys: pytest.CaptureFixture[str]) -> None:
-    changes = (*ADAMW, "zero.stage=2", "zero.extra.comms_logger.enabled=true")
+    changes = (*ADAMW, "layout.zero.stage=2", "layout.zero.extra.comms_logger.enabled=true")
     asked = ("plan", "gpt-tiny", "--details", *changes, "--nproc", "2")
     shown = json.loads(run(capsys, *asked, "--json")[1])
     assert shown["engine"] == "deepspeed"
@@ -168,13 +168,13 @@ def test_a_plan_of_a_machine_of_unknown_speed_has_the_rest(capsys: pytest.Captur
     details = json.loads(run(capsys, *asked, "--details")[1])
     assert details["step_seconds"] is None
     assert details["hash"] == load("gpt-tiny").hash
-    assert details["plan"]["num_microbatches"] * details["recipe"]["train"]["micro_batch_size"] == 16
+    assert details["plan"]["num_microbatches"] * details["recipe"]["layout"]["micro_batch_size"] == 16
     assert run(capsys, *asked)[0] == 2  # programs get a forecast or none, never something else
     assert run(capsys, *asked[:-1], "--usd-per-gpu-hour", "1")[0] == 2
 
 
 def test_a_plan_warns_where_little_memory_is_left(capsys: pytest.CaptureFixture[str]) -> None:
-    changed = ("llama3-70b", "speed.bias_activation_fusion=false")
+    changed = ("llama3-70b", "layout.bias_activation_fusion=false")
     asked = ("plan", *changed, "--details", "--cluster", "h100-ib", "--nodes", "8")
     assert "warning: memory headroom is 1.5%" in run(capsys, *asked)[1]
     plan = json.loads(run(capsys, *asked, "--json")[1])["plan"]

@@ -219,8 +219,8 @@ def test_the_planner_plans_for_the_cluster(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_tensor_parallelism_stays_in_a_node_or_in_an_nvlink_domain() -> None:
-    recipe = load("gpt-7b", ["parallelism.tensor_model_parallel_size=8"]).recipe
-    with refused("parallelism.tensor_model_parallel_size", rule=("8", "4")):
+    recipe = load("gpt-7b", ["layout.tensor_model_parallel_size=8"]).recipe
+    with refused("layout.tensor_model_parallel_size", rule=("8", "4")):
         layout(recipe, 8, machine(load_profile("ethernet"), 2))
     assert layout(recipe, 8, machine(load_profile("gb200-nvl72"), 2)).tensor_model_parallel_size == 8
 

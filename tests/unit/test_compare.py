@@ -130,10 +130,10 @@ def test_energy_is_compared_with_how_it_is_known(runs_dir: Path, capsys: pytest.
 
 def test_runs_in_two_layouts_are_one_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make(tmp_path, "one", [8.0])
-    make(tmp_path, "two", [8.0], train={"micro_batch_size": 4}, zero={"stage": 1})
-    make(tmp_path, "three", [8.0], train={"micro_batch_size": 4, "seed": 7})
+    make(tmp_path, "two", [8.0], layout={"micro_batch_size": 4, "zero": {"stage": 1}})
+    make(tmp_path, "three", [8.0], train={"seed": 7}, layout={"micro_batch_size": 4})
     told = json.loads(run(capsys, tmp_path, "one", "two", "--json")[1])
-    assert told["same_experiment"] is True and "train.micro_batch_size" in {row["key"] for row in told["differences"]}
+    assert told["same_experiment"] is True and "layout.micro_batch_size" in {row["key"] for row in told["differences"]}
     assert "the same experiment" in run(capsys, tmp_path, "one", "two")[1]
     assert json.loads(run(capsys, tmp_path, "one", "two", "three", "--json")[1])["same_experiment"] is False
     assert "the same experiment" not in run(capsys, tmp_path, "one", "three")[1]

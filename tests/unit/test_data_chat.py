@@ -791,7 +791,7 @@ def test_a_named_template_is_that_of_the_prepared_data(rows: list[AnySource], tm
         ({"data": {"sources": [{"type": "docstrings"}], "chat": {"max_length": 1}}}, "data.chat.max_length", "65"),
         ({"model": {"transformer_impl": "transformer_engine"}}, "model.transformer_impl", "data.chat.packing"),
         ({"model": {"mtp_num_layers": 1, "position_embedding_type": "rope"}}, "model.mtp_num_layers", "next"),
-        ({"parallelism": {"context_parallel_size": 2}}, "parallelism.context_parallel_size", "data.chat.packing"),
+        ({"layout": {"context_parallel_size": 2}}, "layout.context_parallel_size", "data.chat.packing"),
         (
             {"search": {"space": [{"key": "optimizer.lr", "low": 1e-4, "high": 1e-3}],
                         "objectives": ["valid_bits_per_byte"]}},
@@ -804,7 +804,7 @@ def test_rules(changes: dict[str, Any], where: str, rule: str) -> None:
     found = {problem.key: problem for problem in check(tiny(**sections))}
     assert rule in f"{found[where].what} {found[where].rule} {found[where].fix}"
     padded = {**sections["data"], "chat": {**sections["data"].get("chat", {}), "packing": False}}
-    if where.startswith(("model", "parallelism")):
+    if where.startswith(("model", "layout")):
         assert where not in {problem.key for problem in check(tiny(**{**sections, "data": padded}))}
 
 

@@ -240,12 +240,12 @@ def prepared_samples(folder: Path, *, packing: bool) -> tuple[Recipe, Any]:
     recipe = tiny(
         dpo={},
         model={"seq_length": 96, "vocab_size": 300},
-        train={"micro_batch_size": 2, "global_batch_size": 4, "train_iters": 9, "eval_iters": 1},
+        train={"global_batch_size": 4, "train_iters": 9, "eval_iters": 1},
         data={
             "sources": [source.model_dump()], "chat": {"packing": packing, "preference": {}},
             "split": [80.0, 20.0, 0.0], "tokenizer": {"type": "bpe"},
         },
-    )  # fmt: skip
+    layout={"micro_batch_size": 2})  # fmt: skip
     return recipe, prepare(recipe, folder / "data")
 
 
@@ -254,7 +254,7 @@ def test_both_answers_of_a_pair_are_in_one_micro_batch(packing: bool, tmp_path: 
     recipe, prepared = prepared_samples(tmp_path, packing=packing)
     samples, decode = build(recipe, prepared, "train"), prepared.tokenizer().decode
     assert samples is not None and len(samples) >= 36
-    size, seen = recipe.train.micro_batch_size, set()
+    size, seen = recipe.layout.micro_batch_size, set()
     for batch in range(18):
         answers: list[str] = []
         for number in range(batch * size, batch * size + size):

@@ -230,7 +230,7 @@ def test_loaders_have_the_sets_of_sources(blend: Blend) -> None:
     counts = prepared.manifest.sources[1].splits["valid"]
     assert loaders.bits_per_byte_of("rare", np.log(2)) == pytest.approx(counts.tokens / counts.bytes)
     with closing(loaders.train(0)) as batches:
-        assert next(batches)["source"].shape == (used.train.micro_batch_size,)
+        assert next(batches)["source"].shape == (used.layout.micro_batch_size,)
     unknown = used.model_copy(update={"train": used.train.model_copy(update={"monitor": "short"})})
     with refused("train.monitor"):
         open_loaders(unknown, prepared, World(0, 1, 0, 1, True), pin_memory=False)

@@ -99,7 +99,7 @@ def spec(name: str, *overrides: str, **options: Any) -> str:
 
 
 def spec_of(recipe: Recipe, world: int | None = None, ranks: tuple[int, ...] = (0,), skew: float = 1.0) -> str:
-    size = world or smallest_world(recipe.parallelism)
+    size = world or smallest_world(recipe.layout)
     found = DryRunSpec(recipe=recipe, cluster=planned("h100-ib", None, size), world_size=size, ranks=ranks, skew=skew)
     return found.model_dump_json()
 
@@ -147,21 +147,21 @@ def sum_of_calls(report: Report, key: tuple[str, int]) -> int:
     return sum(each["calls"] for each in report["traffic"] if (each["op"], each["ranks"]) == key)
 
 
-UNIFORM = ("train.recompute_granularity=full", "train.recompute_method=uniform", "train.recompute_num_layers=1")
-BLOCK = ("train.recompute_granularity=full", "train.recompute_method=block", "train.recompute_num_layers=1")
+UNIFORM = ("layout.recompute_granularity=full", "layout.recompute_method=uniform", "layout.recompute_num_layers=1")
+BLOCK = ("layout.recompute_granularity=full", "layout.recompute_method=block", "layout.recompute_num_layers=1")
 WIDE = (
-    "model.hidden_size=512", "model.ffn_hidden_size=2048", "model.seq_length=64", "train.micro_batch_size=1",
+    "model.hidden_size=512", "model.ffn_hidden_size=2048", "model.seq_length=64", "layout.micro_batch_size=1",
     "train.global_batch_size=4",
 )  # fmt: skip
 adamw = partial(spec, "gpt-tiny", *ADAMW)
 SMALL_WORLDS: dict[str, partial[str]] = {
     "one process": partial(spec, "gpt-tiny"),
     "bf16, overlapped": partial(
-        adamw, "train.precision=bf16", "train.micro_batch_size=2", "parallelism.overlap_grad_reduce=true",
-        "parallelism.overlap_param_gather=true", world=4,
+        adamw, "train.precision=bf16", "layout.micro_batch_size=2", "layout.overlap_grad_reduce=true",
+        "layout.overlap_param_gather=true", world=4,
     ),
     "unfused attention": partial(
-        adamw, "train.precision=bf16", "model.num_query_groups=2", "speed.attention_backend=unfused",
+        adamw, "train.precision=bf16", "model.num_query_groups=2", "layout.attention_backend=unfused",
         "model.seq_length=512", "model.attention_dropout=0.1",
     ),
     "average of weights": partial(adamw, "train.precision=bf16", "optimizer.ema_decay=0.99", world=2),
@@ -173,11 +173,11 @@ SMALL_WORLDS: dict[str, partial[str]] = {
         spec, "gpt-tiny-3d", "qat.scheme=int8", world=4, ranks=(0, 2),
     ),
     "rounded experts in groups": partial(spec, "moe-tiny", "qat.scheme=int4", "qat.group_size=64", world=2),
-    "context": partial(adamw, "parallelism.context_parallel_size=2", world=2),
+    "context": partial(adamw, "layout.context_parallel_size=2", world=2),
     "experts": partial(spec, "moe-tiny", world=2),
     "adapters": partial(
-        adamw, "lora.rank=8", "lora.dropout=0.1", "parallelism.tensor_model_parallel_size=2",
-        "parallelism.sequence_parallel=true", "train.micro_batch_size=2", world=4,
+        adamw, "lora.rank=8", "lora.dropout=0.1", "layout.tensor_model_parallel_size=2",
+        "layout.sequence_parallel=true", "layout.micro_batch_size=2", world=4,
     ),
     "adapters of experts": partial(
         spec, "moe-tiny", "lora.rank=8", "lora.target_modules=[linear_qkv,experts.linear_fc1,experts.linear_fc2]",
@@ -188,72 +188,73 @@ SMALL_WORLDS: dict[str, partial[str]] = {
     ),
     "packed conversations by boundaries": partial(
         spec, "sft-tiny", "model.num_query_groups=2", "model.seq_length=512", "model.qk_layernorm=false",
-        "train.precision=bf16", "train.micro_batch_size=1", world=2
+        "train.precision=bf16", "layout.micro_batch_size=1", world=2
     ),
-    "loss in chunks": partial(adamw, "train.loss_chunk_tokens=128", world=2),
+    "loss in chunks": partial(adamw, "layout.loss_chunk_tokens=128", world=2),
     "loss in chunks, split": partial(
-        adamw, "train.loss_chunk_tokens=128", "train.precision=bf16", "train.micro_batch_size=2",
-        "parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true",
-        "model.share_embeddings_and_output_weights=false", "parallelism.pipeline_model_parallel_size=2",
+        adamw, "layout.loss_chunk_tokens=128", "train.precision=bf16", "layout.micro_batch_size=2",
+        "layout.tensor_model_parallel_size=2", "layout.sequence_parallel=true",
+        "model.share_embeddings_and_output_weights=false", "layout.pipeline_model_parallel_size=2",
         world=4, ranks=(0, 2),
     ),
     "loss in chunks, adapters": partial(
-        adamw, "train.loss_chunk_tokens=128", "lora.rank=8", "parallelism.tensor_model_parallel_size=2",
-        "parallelism.sequence_parallel=true", "train.micro_batch_size=2", world=2,
+        adamw, "layout.loss_chunk_tokens=128", "lora.rank=8", "layout.tensor_model_parallel_size=2",
+        "layout.sequence_parallel=true", "layout.micro_batch_size=2", world=2,
     ),
     "recomputed MLP": partial(
-        adamw, "train.recompute_granularity=selective", "train.recompute_modules=[mlp]",
-        "parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true", "train.micro_batch_size=2",
-        "parallelism.pipeline_model_parallel_size=2", world=4, ranks=(0, 2),
+        adamw, "layout.recompute_granularity=selective", "layout.recompute_modules=[mlp]",
+        "layout.tensor_model_parallel_size=2", "layout.sequence_parallel=true", "layout.micro_batch_size=2",
+        "layout.pipeline_model_parallel_size=2", world=4, ranks=(0, 2),
     ),
     "recomputed experts": partial(
-        spec, "moe-tiny", "train.recompute_granularity=selective", "train.recompute_modules=[moe,layernorm]",
-        "train.micro_batch_size=4", "speed.cross_entropy_loss_fusion=false", world=2  # so that the loss takes the most
+        spec, "moe-tiny", "layout.recompute_granularity=selective", "layout.recompute_modules=[moe,layernorm]",
+        "layout.micro_batch_size=4", "layout.cross_entropy_loss_fusion=false",
+        world=2  # so that the loss takes the most
     ),
     "written stages": partial(
-        adamw, "model.num_layers=4", "parallelism.pipeline_model_parallel_size=2",
-        "parallelism.virtual_pipeline_model_parallel_size=2", "parallelism.pipeline_model_parallel_layout=E|ttt|t|L",
-        "parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true", "train.micro_batch_size=2",
+        adamw, "model.num_layers=4", "layout.pipeline_model_parallel_size=2",
+        "layout.virtual_pipeline_model_parallel_size=2", "layout.pipeline_model_parallel_layout=E|ttt|t|L",
+        "layout.tensor_model_parallel_size=2", "layout.sequence_parallel=true", "layout.micro_batch_size=2",
         world=4, ranks=(0, 2),
     ),
     "written stages, more tokens": partial(
-        adamw, "model.num_layers=5", "parallelism.pipeline_model_parallel_size=2",
-        "parallelism.virtual_pipeline_model_parallel_size=2", "parallelism.pipeline_model_parallel_layout=Et|tt|tt|mL",
+        adamw, "model.num_layers=5", "layout.pipeline_model_parallel_size=2",
+        "layout.virtual_pipeline_model_parallel_size=2", "layout.pipeline_model_parallel_layout=Et|tt|tt|mL",
         "model.mtp_num_layers=1", "model.position_embedding_type=rope",
-        "model.share_embeddings_and_output_weights=false", "train.micro_batch_size=2", *BLOCK, world=2, ranks=(0, 1),
+        "model.share_embeddings_and_output_weights=false", "layout.micro_batch_size=2", *BLOCK, world=2, ranks=(0, 1),
     ),
     # The matrices are so large beside the activations that the update takes the most.
     "Muon": partial(
-        spec, "gpt-tiny", *WIDE, "model.num_query_groups=2", "parallelism.tensor_model_parallel_size=2",
-        "parallelism.sequence_parallel=true", world=4,
+        spec, "gpt-tiny", *WIDE, "model.num_query_groups=2", "layout.tensor_model_parallel_size=2",
+        "layout.sequence_parallel=true", world=4,
     ),
     "Muon in bf16, queries and keys apart": partial(
         spec, "gpt-tiny", *WIDE, "model.ffn_hidden_size=256", "train.precision=bf16",
         "optimizer.muon_fp32_matmul_prec=medium",
     ),
     "Muon on shards": partial(
-        spec, "gpt-tiny", *WIDE, "parallelism.tensor_model_parallel_size=2", "optimizer.muon_tp_mode=distributed",
+        spec, "gpt-tiny", *WIDE, "layout.tensor_model_parallel_size=2", "optimizer.muon_tp_mode=distributed",
         "optimizer.muon_split_qkv=false", "optimizer.muon_nesterov=false", world=2,
     ),
     "Muon of experts": partial(
-        spec, "moe-tiny", "optimizer={optimizer: muon, lr: 1e-3}", "parallelism.use_distributed_optimizer=false",
+        spec, "moe-tiny", "optimizer={optimizer: muon, lr: 1e-3}", "layout.use_distributed_optimizer=false",
         "model.num_layers=2", "model.hidden_size=1024", "model.moe_ffn_hidden_size=4096", "model.seq_length=64",
-        "train.micro_batch_size=1", "train.global_batch_size=4", world=2,
+        "layout.micro_batch_size=1", "train.global_batch_size=4", world=2,
     ),
     "shared experts beside the all-to-all": partial(
-        spec, "moe-tiny", "model.moe_shared_expert_intermediate_size=256", "train.micro_batch_size=4",
-        "parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true",
-        "parallelism.expert_tensor_parallel_size=1", "parallelism.expert_model_parallel_size=2", world=2,
+        spec, "moe-tiny", "model.moe_shared_expert_intermediate_size=256", "layout.micro_batch_size=4",
+        "layout.tensor_model_parallel_size=2", "layout.sequence_parallel=true",
+        "layout.expert_tensor_parallel_size=1", "layout.expert_model_parallel_size=2", world=2,
     ),
     "recomputed latent attention": partial(
-        spec, "moe-tiny", "train.recompute_granularity=selective", "model.qk_head_dim=32",
+        spec, "moe-tiny", "layout.recompute_granularity=selective", "model.qk_head_dim=32",
         "model.qk_pos_emb_head_dim=16",
-        "train.recompute_modules=[mla_up_proj,shared_experts,layernorm]", "model.multi_latent_attention=true",
+        "layout.recompute_modules=[mla_up_proj,shared_experts,layernorm]", "model.multi_latent_attention=true",
         "model.position_embedding_type=rope",
         "model.num_query_groups=null", "model.kv_lora_rank=48", "model.q_lora_rank=64", "model.v_head_dim=32",
-        "model.moe_shared_expert_intermediate_size=256", "train.micro_batch_size=4",
-        "parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true",
-        "parallelism.expert_tensor_parallel_size=1", "parallelism.expert_model_parallel_size=2", world=2
+        "model.moe_shared_expert_intermediate_size=256", "layout.micro_batch_size=4",
+        "layout.tensor_model_parallel_size=2", "layout.sequence_parallel=true",
+        "layout.expert_tensor_parallel_size=1", "layout.expert_model_parallel_size=2", world=2
     ),
 }  # fmt: skip
 
@@ -299,9 +300,9 @@ def test_the_plan_is_what_the_real_code_does(name: str, small: dict[str, Report]
 def test_a_last_stage_is_planned_with_all_that_its_loss_takes(sequence_parallel: str, process: GlooWorld) -> None:
     """The gathered input of the output layer, its gradients, and the gradient that was sent to the stage before."""
     text = spec(
-        "gpt-tiny", *ADAMW, "train.precision=bf16", "train.micro_batch_size=8",
-        "parallelism.pipeline_model_parallel_size=2", "parallelism.tensor_model_parallel_size=2",
-        f"parallelism.sequence_parallel={sequence_parallel}", "model.hidden_size=1024", world=4, ranks=(2,),
+        "gpt-tiny", *ADAMW, "train.precision=bf16", "layout.micro_batch_size=8",
+        "layout.pipeline_model_parallel_size=2", "layout.tensor_model_parallel_size=2",
+        f"layout.sequence_parallel={sequence_parallel}", "model.hidden_size=1024", world=4, ranks=(2,),
     )  # fmt: skip
     (report,) = run(process, text)
     require_planned(report)
@@ -311,9 +312,9 @@ def test_a_last_stage_is_planned_with_all_that_its_loss_takes(sequence_parallel:
 @pytest.mark.parametrize(
     "layout",
     [
-        ["model.num_layers=5", "parallelism.virtual_pipeline_model_parallel_size=2",
-         "parallelism.pipeline_model_parallel_layout=Et|tt|tt|mL"],
-        ["model.num_layers=4", "parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true"],
+        ["model.num_layers=5", "layout.virtual_pipeline_model_parallel_size=2",
+         "layout.pipeline_model_parallel_layout=Et|tt|tt|mL"],
+        ["model.num_layers=4", "layout.tensor_model_parallel_size=2", "layout.sequence_parallel=true"],
     ],
     ids=["no layers of the decoder beside it", "gathered tokens"],
 )  # fmt: skip
@@ -322,12 +323,12 @@ def test_a_stage_that_predicts_further_tokens_is_planned_whole(
     recomputed: bool, layout: list[str], process: GlooWorld
 ) -> None:
     """The predictions' inputs until their layers are differentiated, and the gradients of inputs that are held."""
-    world = 4 if "parallelism.tensor_model_parallel_size=2" in layout else 2
+    world = 4 if "layout.tensor_model_parallel_size=2" in layout else 2
     text = spec(
-        "gpt-tiny", *ADAMW, "train.precision=bf16", "train.micro_batch_size=2", "train.global_batch_size=8",
+        "gpt-tiny", *ADAMW, "train.precision=bf16", "layout.micro_batch_size=2", "train.global_batch_size=8",
         "model.hidden_size=512", "model.ffn_hidden_size=1408", "model.num_attention_heads=8", "model.seq_length=1024",
         "model.vocab_size=8192", "model.position_embedding_type=rope", "model.mtp_num_layers=1",
-        "model.share_embeddings_and_output_weights=false", "parallelism.pipeline_model_parallel_size=2", *layout,
+        "model.share_embeddings_and_output_weights=false", "layout.pipeline_model_parallel_size=2", *layout,
         *UNIFORM * recomputed, world=world, ranks=(world // 2,),
     )  # fmt: skip
     (report,) = run(process, text)
@@ -391,7 +392,7 @@ def test_a_skewed_routing_needs_more_memory(process: GlooWorld) -> None:
 
 
 def test_experts_whose_tokens_are_gathered_are_planned(process: GlooWorld) -> None:
-    keys = ("model.moe_token_dispatcher_type=allgather", "parallelism.expert_model_parallel_size=2")
+    keys = ("model.moe_token_dispatcher_type=allgather", "layout.expert_model_parallel_size=2")
     (report,) = run(process, spec("moe-tiny", *keys, world=2))
     require_planned(report)
 
@@ -428,7 +429,7 @@ def whole_recipes() -> Iterator[tuple[str, str | None]]:
     for name in names(recipes_dir()):
         recipe = load(name, []).recipe
         if engine_name(recipe) == MEGATRON:
-            by_layout = {stage.parallelism.model_dump_json(): stage for stage in reversed(stage_recipes(recipe))}
+            by_layout = {stage.layout.model_dump_json(): stage for stage in reversed(stage_recipes(recipe))}
             spans = map(span_of, by_layout.values())
             yield from ((name, None if span is None else span.name) for span in spans)
 
@@ -443,10 +444,10 @@ def test_the_stages_of_a_recipe_are_planned(name: str, of_run: str | None, proce
     """
     loaded = load(name, []).recipe
     recipe = loaded if of_run is None else stage_named(loaded, of_run)
-    world, stages = smallest_world(recipe.parallelism), recipe.parallelism.pipeline_model_parallel_size
-    replicas = world // model_parallel_size(recipe.parallelism)
+    world, stages = smallest_world(recipe.layout), recipe.layout.pipeline_model_parallel_size
+    replicas = world // model_parallel_size(recipe.layout)
     short = as_run(recipe)
-    batch = recipe.train.micro_batch_size * replicas * 2 * stages
+    batch = recipe.layout.micro_batch_size * replicas * 2 * stages
     short = short.model_copy(update={"train": short.train.model_copy(update={"global_batch_size": batch})})
     for stage in sorted({0, min(1, stages - 1), stages - 1}):
         text = spec_of(short, world=world, ranks=(stage * world // stages,))
@@ -488,7 +489,7 @@ def test_a_save_and_a_resume_are_as_large_as_the_real_ones(
     distributed: bool, process: GlooWorld, worlds: dict[int, GlooWorld], tmp_path: Path
 ) -> None:
     """Of both ranks of gpt-tiny: what is held and read exactly, the file but for names and what frames its tensors."""
-    sharded = f"parallelism.use_distributed_optimizer={str(distributed).lower()}"
+    sharded = f"layout.use_distributed_optimizer={str(distributed).lower()}"
     keys = (*ADAMW, "train.global_batch_size=16", sharded)
     recipe = load("gpt-tiny", list(keys)).recipe
     real = worlds[2].run(held_in_slabs, recipe, tmp_path)
@@ -506,7 +507,7 @@ def test_a_save_and_a_resume_are_as_large_as_the_real_ones(
         assert file == pytest.approx(report["save"]["written_bytes"], rel=0.01)
 
 
-TENSOR = "parallelism.tensor_model_parallel_size"
+TENSOR = "layout.tensor_model_parallel_size"
 
 
 def test_what_cannot_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -515,10 +516,14 @@ def test_what_cannot_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path
         (("gpt-tiny-3d", "--rank", "8", "--cluster", "h100-ib", "--nodes", "1"), "--rank", "7"),
         (("gpt-tiny", "--rank", "0", "--stages"), "--rank", "--stages"),
         (("gpt-tiny", "--cluster", "no-such-cluster"), "no-such-cluster", "recipes/clusters/"),
-        (("gpt-tiny", "parallelism.tensor_model_parallel_size=3"), TENSOR, "num_attention_heads"),
-        (("gpt-1b", "layout=offload-24gb"), "zero.offload_optimizer", "zero.offload_optimizer=none"),
-        (("gpt-tiny-zero", "zero.offload_param=cpu"), "zero.offload_param", "zero.offload_param=none"),
-        (("gpt-tiny", "train.torch_compile=true"), "train.torch_compile", "train.torch_compile=false"),
+        (("gpt-tiny", "layout.tensor_model_parallel_size=3"), TENSOR, "num_attention_heads"),
+        (("gpt-1b", "layout=offload-24gb"), "layout.zero.offload_optimizer", "layout.zero.offload_optimizer=none"),
+        (
+            ("gpt-tiny-zero", "layout.zero.offload_param=cpu"),
+            "layout.zero.offload_param",
+            "layout.zero.offload_param=none",
+        ),
+        (("gpt-tiny", "layout.torch_compile=true"), "layout.torch_compile", "layout.torch_compile=false"),
         (("gpt-tiny", "--skew", "2"), "--skew", "2"),
         (("moe-tiny", "--skew", "0.5"), "--skew", "1"),
         (
@@ -599,7 +604,7 @@ def test_the_command_runs_a_stage_of_a_run_in_its_layout(capfd: pytest.CaptureFi
     of_long = '{"tensor_model_parallel_size": 2, "sequence_parallel": true}'
     stages = json.dumps([
         {"name": "s1", "train_iters": 10, "model": {"seq_length": 64}},
-        {"name": "s2", "model": {"seq_length": 128}, "parallelism": json.loads(of_long)},
+        {"name": "s2", "model": {"seq_length": 128}, "layout": json.loads(of_long)},
     ])  # fmt: skip
     asked = ["dryrun", "gpt-tiny", "search=null", f"stages={stages}", "--runs-dir", str(tmp_path), "--json"]
     groups = {}

@@ -21,27 +21,27 @@ from tests.unit.test_dryrun import Report, plan_of, require_traffic, run, spec, 
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 
-SHAPE = ("zero.reduce_bucket_size=5000000", "train.global_batch_size=128", "parallelism.overlap_grad_reduce=false")
+SHAPE = ("layout.zero.reduce_bucket_size=5000000", "train.global_batch_size=128", "layout.overlap_grad_reduce=false")
 adamw = partial(spec, "gpt-tiny", *ADAMW)
 ZERO = {
-    "stage 1, bf16": adamw(*SHAPE, "engine=deepspeed", "zero.stage=1", "train.precision=bf16", world=8),
-    "stage 1, fp32": adamw(*SHAPE, "engine=deepspeed", "zero.stage=1", world=8),
-    "stage 2": adamw(*SHAPE, "zero.stage=2", "train.precision=bf16", world=8, ranks=(0, 7)),
-    "stage 2, fp16": adamw(*SHAPE, "zero.stage=2", "train.precision=fp16", world=8),
+    "stage 1, bf16": adamw(*SHAPE, "layout.engine=deepspeed", "layout.zero.stage=1", "train.precision=bf16", world=8),
+    "stage 1, fp32": adamw(*SHAPE, "layout.engine=deepspeed", "layout.zero.stage=1", world=8),
+    "stage 2": adamw(*SHAPE, "layout.zero.stage=2", "train.precision=bf16", world=8, ranks=(0, 7)),
+    "stage 2, fp16": adamw(*SHAPE, "layout.zero.stage=2", "train.precision=fp16", world=8),
     "stage 2, many owners": adamw(
-        *SHAPE[::2], "zero.stage=2", "train.precision=bf16", "train.global_batch_size=1152", world=72
+        *SHAPE[::2], "layout.zero.stage=2", "train.precision=bf16", "train.global_batch_size=1152", world=72
     ),
     "stage 2, tensor": adamw(
-        *SHAPE, "zero.stage=2", "train.precision=bf16", "parallelism.tensor_model_parallel_size=2",
-        "parallelism.sequence_parallel=true", world=8,
+        *SHAPE, "layout.zero.stage=2", "train.precision=bf16", "layout.tensor_model_parallel_size=2",
+        "layout.sequence_parallel=true", world=8,
     ),
     "stage 2, experts": spec(
-        "moe-tiny", *SHAPE[::2], "train.global_batch_size=64", "engine=deepspeed", "zero.stage=2",
-        "parallelism.expert_model_parallel_size=2", "train.precision=bf16", world=4,
+        "moe-tiny", *SHAPE[::2], "train.global_batch_size=64", "layout.engine=deepspeed", "layout.zero.stage=2",
+        "layout.expert_model_parallel_size=2", "train.precision=bf16", world=4,
     ),
     "stage 3": spec("gpt-tiny-zero", "train.global_batch_size=64", world=8),
-    "stage 3, bf16": adamw(*SHAPE, "zero.stage=3", "train.precision=bf16", world=8, ranks=(0, 7)),
-    "stage 3, hpZ": adamw(*SHAPE, "zero.stage=3", "zero.zero_hpz_partition_size=4", world=8),
+    "stage 3, bf16": adamw(*SHAPE, "layout.zero.stage=3", "train.precision=bf16", world=8, ranks=(0, 7)),
+    "stage 3, hpZ": adamw(*SHAPE, "layout.zero.stage=3", "layout.zero.zero_hpz_partition_size=4", world=8),
 }  # fmt: skip
 
 

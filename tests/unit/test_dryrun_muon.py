@@ -16,7 +16,7 @@ from llmrecipes.plan.muon import elements_and_bytes
 from tests.dist.worlds import GlooWorld
 from tests.unit.test_dryrun import WIDE, plan_of, spec
 
-TENSOR = ("parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true")
+TENSOR = ("layout.tensor_model_parallel_size=2", "layout.sequence_parallel=true")
 WORLDS = {
     "one rank": spec("gpt-tiny", *WIDE, "optimizer.muon_coefficient_type=simple", "optimizer.muon_num_ns_steps=3"),
     "no decay, no Nesterov, in bf16": spec(
@@ -28,8 +28,8 @@ WORLDS = {
         "gpt-tiny", *WIDE, *TENSOR, "optimizer.muon_tp_mode=distributed", "optimizer.muon_split_qkv=false", world=2
     ),
     "experts": spec(
-        "moe-tiny", "optimizer={optimizer: muon, lr: 1e-3}", "parallelism.use_distributed_optimizer=false",
-        "parallelism.expert_model_parallel_size=2", world=2,
+        "moe-tiny", "optimizer={optimizer: muon, lr: 1e-3}", "layout.use_distributed_optimizer=false",
+        "layout.expert_model_parallel_size=2", world=2,
     ),
 }  # fmt: skip
 

@@ -57,7 +57,7 @@ def plain(engine: MegatronEngine, section: Adversarial, step: int) -> tuple[floa
     gradients = {name: torch.zeros_like(each) for name, each in named.items()}
     losses, tokens, sequence = 0.0, 0.0, 0
     for batch in islice(random_batches(recipe), engine.plan.num_microbatches):
-        for row in range(recipe.train.micro_batch_size):
+        for row in range(recipe.layout.micro_batch_size):
             one = {name: each[row : row + 1] for name, each in batch.items()}
             tokens += float(one["loss_mask"].sum())
             move: Any = None
@@ -158,7 +158,7 @@ def test_a_step_that_is_computed_again_is_the_same() -> None:
 
 def test_the_plan_has_all_passes() -> None:
     keys = "train.adversarial={type: freelb, epsilon: 0.1, alpha: 0.1, steps: 3}"
-    same = "train.recompute_granularity=null"  # auto recomputes more where there is less memory
+    same = "layout.recompute_granularity=null"  # auto recomputes more where there is less memory
     several, one = (
         plan_on(load("llama3-8b", [same, *each]).recipe, nproc=None, cluster="h100-ib", nodes=8)[0].largest
         for each in ([keys], [])
@@ -187,12 +187,12 @@ REFUSED: dict[str, tuple[str, list[str], str]] = {
     "noise": (
         "gpt-tiny", ["train.adversarial={type: freelb, epsilon: 1.0, alpha: 1.0, steps: 1}"], "train.adversarial.steps",
     ),
-    "engine": ("gpt-tiny-zero", [FGM], "train.adversarial"),
+    "layout.engine": ("gpt-tiny-zero", [FGM], "train.adversarial"),
     "teacher": ("gpt-tiny-distil", [FGM], "distill"),
     "pairs": ("dpo-tiny", [FGM], "dpo"),
     "experts": ("moe-tiny", [FGM], "model.num_moe_experts"),
     "predictions": ("gpt-tiny", [FGM, "model.mtp_num_layers=1"], "model.mtp_num_layers"),
-    "graphs": ("llama3-8b", [FGM, "speed.cuda_graph_impl=transformer_engine"], "speed.cuda_graph_impl"),
+    "graphs": ("llama3-8b", [FGM, "layout.cuda_graph_impl=transformer_engine"], "layout.cuda_graph_impl"),
     "layers": ("gpt-tiny", [FGM, "tracking.layers_interval=10"], "tracking.layers_interval"),
 }  # fmt: skip
 

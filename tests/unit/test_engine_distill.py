@@ -82,8 +82,9 @@ def test_a_loss_that_is_not_finite_stays_so() -> None:
 DISTILL: dict[str, Any] = {"teacher": "any", "model": {"num_layers": 3, "hidden_size": 96}, "temperature": 2.0}
 
 
-def taught(*, train: dict[str, Any] | None = None, **keys: Any) -> Recipe:
-    return tiny(distill={**DISTILL, **keys}, train={"train_iters": 12, **(train or {})}, optimizer={"lr": 1e-2})
+def taught(*, train: dict[str, Any] | None = None, layout: dict[str, Any] | None = None, **keys: Any) -> Recipe:
+    train = {"train_iters": 12, **(train or {})}
+    return tiny(distill={**DISTILL, **keys}, train=train, layout=layout or {}, optimizer={"lr": 1e-2})
 
 
 def logits_of(engine: MegatronEngine, batch: dict[str, torch.Tensor], *, teacher: bool) -> torch.Tensor:
@@ -206,7 +207,7 @@ def test_a_step_compares_hidden_states_as_plain_pytorch_does(loss: str) -> None:
 @pytest.mark.parametrize(("method", "layers"), [("uniform", 2), ("block", 1)])
 def test_recomputed_layers_are_compared_once(method: str, layers: int) -> None:
     again = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
-    engines = [engine_of(taught(**HIDDEN, train=train)) for train in ({}, again)]
+    engines = [engine_of(taught(**HIDDEN, layout=layout)) for layout in ({}, again)]
     kept, recomputed = ([(step.loss, step.grad_norm) for step in steps(engine, 2)] for engine in engines)
     for one, other in zip(kept, recomputed, strict=True):
         assert other == pytest.approx(one, rel=1e-6)
@@ -250,7 +251,7 @@ def test_the_plan_has_the_teachers_memory_and_work() -> None:
 def test_the_plan_has_the_hidden_states_that_are_compared() -> None:
     with_layers, without = (
         tiny(
-            model={"num_layers": 4}, parallelism={"pipeline_model_parallel_size": 2},
+            model={"num_layers": 4}, layout={"pipeline_model_parallel_size": 2},
             distill={**DISTILL, "model": {"num_layers": 8}, **keys},
         )
         for keys in ({"layers": [[1, 2], [2, 4], [4, 8]]}, {})
@@ -289,15 +290,15 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "a weight of nothing": (["distill.layers_weight=2.0"], "distill.layers_weight"),
     "a distance of nothing": (["distill.layers_loss=cosine"], "distill.layers_loss"),
     "logits on a disk": ([*LAYERS, "distill.logits=there", "distill.top_k=4"], "distill.layers"),
-    "compiled layers": ([*LAYERS, "train.torch_compile=true"], "train.torch_compile"),
+    "compiled layers": ([*LAYERS, "layout.torch_compile=true"], "layout.torch_compile"),
     "two stages": (
-        ["model.num_layers=4", "distill.model={num_layers: 8}", "parallelism.pipeline_model_parallel_size=2",
+        ["model.num_layers=4", "distill.model={num_layers: 8}", "layout.pipeline_model_parallel_size=2",
          "distill.layers=[[2, 5]]"],
         "distill.layers",
     ),
-    "engine": (["engine=deepspeed"], "distill"),
+    "layout.engine": (["layout.engine=deepspeed"], "distill"),
     "smoothing": (["train.label_smoothing=0.1"], "train.label_smoothing"),
-    "chunks": (["train.loss_chunk_tokens=64"], "train.loss_chunk_tokens"),
+    "chunks": (["layout.loss_chunk_tokens=64"], "layout.loss_chunk_tokens"),
     "predictions": (["model.mtp_num_layers=1"], "model.mtp_num_layers"),
     "temperature of logits": (["distill.loss=mse", "distill.temperature=2.0"], "distill.temperature"),
     "top_k of logits": (["distill.loss=mse", "distill.temperature=1.0", "distill.top_k=3"], "distill.top_k"),
@@ -307,7 +308,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "unknown key": (["distill.model={layers: 2}"], "distill.model.layers"),
     "no model": (["distill.model={num_attention_heads: 5}"], "distill.model.num_attention_heads"),
     "no layout": (
-        ["parallelism.pipeline_model_parallel_size=2", "distill.model={num_layers: 3}"], "distill.model",
+        ["layout.pipeline_model_parallel_size=2", "distill.model={num_layers: 3}"], "distill.model",
     ),
 }  # fmt: skip
 
@@ -327,7 +328,7 @@ def test_a_dense_teacher_needs_no_word_about_experts() -> None:
 @pytest.mark.parametrize("heads", [32, 64])
 def test_a_rehearsal_compares_layers_that_it_has(heads: int) -> None:
     keys = ["distill.teacher=a", f"distill.model={{num_layers: 64, num_attention_heads: {heads}}}"]
-    stages = ["parallelism.pipeline_model_parallel_size=2", "distill.layers=[[16, 32], [20, 40], [32, 64]]"]
+    stages = ["layout.pipeline_model_parallel_size=2", "distill.layers=[[16, 32], [20, 40], [32, 64]]"]
     recipe = load("llama3-8b", [*keys, *stages]).recipe
     small = proxy(recipe)
     assert not check(small)

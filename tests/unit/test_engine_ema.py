@@ -27,7 +27,7 @@ DECAY = 0.75
 def recipe(precision: str = "fp32", distributed: bool = True, decay: float | None = DECAY, **train: Any) -> Recipe:
     return tiny(
         optimizer={"ema_decay": decay},
-        parallelism={"use_distributed_optimizer": distributed},
+        layout={"use_distributed_optimizer": distributed},
         train={"precision": precision, **train},
     )
 
@@ -126,9 +126,9 @@ def test_a_model_for_sampling_has_it_in_place_of_the_weights(tmp_path: Path) -> 
 
 
 def test_the_engine_deepspeed_has_none() -> None:
-    zero: dict[str, Any] = {"zero": {"stage": 1}, "optimizer": {"ema_decay": 0.9}}
+    zero: dict[str, Any] = {"layout": {"zero": {"stage": 1}}, "optimizer": {"ema_decay": 0.9}}
     assert not check(tiny(**zero))
-    (problem,) = check(tiny(**zero).model_copy(update={"engine": "deepspeed"}))
+    (problem,) = check(tiny(**zero).with_layout(engine="deepspeed"))
     assert problem.key == "optimizer.ema_decay"
 
 

@@ -33,7 +33,7 @@ LR, CLIP = 1e-2, 0.5
 @pytest.mark.parametrize("recompute", [{}, {"recompute_granularity": "full", "recompute_method": "uniform"}])
 def test_a_step_is_that_of_adamw_with_what_is_not_frozen(recompute: dict[str, Any]) -> None:
     recipe = tiny(
-        train={"freeze": PATTERNS, **recompute, **({"recompute_num_layers": 1} if recompute else {})},
+        train={"freeze": PATTERNS}, layout={**recompute, **({"recompute_num_layers": 1} if recompute else {})},
         optimizer={"lr": LR, "clip_grad": CLIP}, scheduler={"lr_decay_style": "constant"},
     )  # fmt: skip
     engine, whole = engine_of(recipe), engine_of(tiny())
@@ -73,7 +73,7 @@ def test_a_step_is_that_of_adamw_with_what_is_not_frozen(recompute: dict[str, An
 
 
 TOGETHER: dict[str, dict[str, Any]] = {
-    "sgd": {"optimizer": {"optimizer": "sgd"}, "parallelism": {"use_distributed_optimizer": False}},
+    "sgd": {"optimizer": {"optimizer": "sgd"}, "layout": {"use_distributed_optimizer": False}},
     "moved embeddings": {"train": {"adversarial": {"type": "fgm", "epsilon": 0.5}}},
     "left out layers": {"model": {"layer_drop": 0.5}},
     "bounded logits": {"optimizer": {"qk_clip": True, "qk_clip_threshold": 1e-3}},
@@ -123,7 +123,7 @@ def test_a_rank_has_its_share_of_what_is_frozen(variant: str, degrees: str) -> N
 def test_the_plan_has_no_gradients_and_no_state_of_frozen_weights() -> None:
     full = load("gpt-1b").recipe
     part = load("gpt-1b", ["train.freeze=['embedding.*', 'decoder.layers.?.*']"]).recipe
-    before, after = (derive(each, full.parallelism.tensor_model_parallel_size, ROOMY) for each in (full, part))
+    before, after = (derive(each, full.layout.tensor_model_parallel_size, ROOMY) for each in (full, part))
     still = sum(int(np.prod(size)) for size in frozen(part).values())
     assert still > 0.3 * before.num_parameters.total
     share = 1 - still / before.num_parameters.total
@@ -143,7 +143,7 @@ def test_the_plan_has_no_gradients_and_no_state_of_frozen_weights() -> None:
         ("optimizer.ema_decay", (), ["train.freeze=['embedding.*']", "optimizer.ema_decay=0.9"]),
         ("model.mtp_num_layers", (), ["train.freeze=['embedding.*']", "model.mtp_num_layers=1"]),
         ("lora", "train.freeze", ["train.freeze=['embedding.*']", "lora.rank=4", "lora.alpha=8"]),
-        ("engine", "zero.stage", ["train.freeze=['embedding.*']", "zero.stage=2"]),
+        ("layout.engine", "layout.zero.stage", ["train.freeze=['embedding.*']", "layout.zero.stage=2"]),
         ("train.freeze.0", (), [
             "stages=[{name: a, train_iters: 300, train: {freeze: ['encoder.*']}}, {name: b}]", "search=null",
         ]),

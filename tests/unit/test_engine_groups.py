@@ -113,7 +113,7 @@ STILL = {"optimizer": {"groups": [{"pattern": "decoder.layers.[02].mlp.*", "lr_m
         Row("gpt", "tp2 pp2", STILL),
         Row("gpt in bf16", "dp2", STILL),
         pytest.param(
-            Row("gpt", "dp2", {**STILL, "zero": {"stage": 2}}, engine="deepspeed"),
+            Row("gpt", "dp2", {**STILL, "layout": {"zero": {"stage": 2}}}, engine="deepspeed"),
             marks=[pytest.mark.deepspeed, pytest.mark.slow],
         ),
     ],

@@ -54,7 +54,7 @@ def plain(engine: MegatronEngine, step: int) -> tuple[float, float, int]:
 @pytest.mark.parametrize("recompute", [None, "full"])
 def test_a_step_is_that_of_plain_pytorch(recompute: str | None) -> None:
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    recipe = dropping(train=full if recompute else {})
+    recipe = dropping(layout=full if recompute else {})
     whole = engine_of(recipe.model_copy(update={"model": recipe.model.model_copy(update={"layer_drop": 0.0})}))
     loss, norm, left_out = plain(whole, 1)
     assert left_out > 1
@@ -96,13 +96,13 @@ def test_the_passes_of_moved_embeddings_have_the_same_layers() -> None:
 
 REFUSED: dict[str, tuple[str, list[str], str]] = {
     "always": ("gpt-tiny", ["model.layer_drop=1.0"], "model.layer_drop"),
-    "engine": ("gpt-tiny-zero", [], "model.layer_drop"),
+    "layout.engine": ("gpt-tiny-zero", [], "model.layer_drop"),
     "pairs": ("dpo-tiny", [], "dpo"),
     "experts": ("moe-tiny", [], "model.num_moe_experts"),
-    "overlap": ("gpt-tiny", ["parallelism.overlap_grad_reduce=true"], "parallelism.overlap_grad_reduce"),
-    "compiled": ("gpt-tiny", ["train.torch_compile=true"], "train.torch_compile"),
-    "graphs": ("llama3-8b", ["speed.cuda_graph_impl=transformer_engine"], "speed.cuda_graph_impl"),
-    "fp8": ("llama3-8b", ["speed.fp8=e4m3"], "speed.fp8"),
+    "overlap": ("gpt-tiny", ["layout.overlap_grad_reduce=true"], "layout.overlap_grad_reduce"),
+    "compiled": ("gpt-tiny", ["layout.torch_compile=true"], "layout.torch_compile"),
+    "graphs": ("llama3-8b", ["layout.cuda_graph_impl=transformer_engine"], "layout.cuda_graph_impl"),
+    "fp8": ("llama3-8b", ["train.fp8=e4m3"], "train.fp8"),
 }
 
 

@@ -32,7 +32,7 @@ from tests.unit.test_checkpoint_optimizer_state import saved, whole
 Update = Callable[[str, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]], None]
 KINDS = ["sgd", *OF_MATRICES]
 LR, DECAY = 1e-2, 0.1
-UNSHARDED = "parallelism.use_distributed_optimizer=false"
+UNSHARDED = "layout.use_distributed_optimizer=false"
 
 
 def recipe(kind: str, precision: str = "fp32", **optimizer: Any) -> Recipe:
@@ -40,7 +40,7 @@ def recipe(kind: str, precision: str = "fp32", **optimizer: Any) -> Recipe:
         model={**LLAMA, "share_embeddings_and_output_weights": False},
         optimizer={"optimizer": kind, "lr": LR, "weight_decay": DECAY, "clip_grad": 0.0, **optimizer},
         scheduler={"lr_decay_style": "constant"},
-        parallelism={"use_distributed_optimizer": False},
+        layout={"use_distributed_optimizer": False},
         train={"precision": precision},
     )
 
@@ -264,9 +264,10 @@ def test_the_plan_multiplies_as_an_update_does(model: dict[str, Any], optimizer:
 @pytest.mark.parametrize(
     ("key", "overrides"),
     [
-        ("parallelism.use_distributed_optimizer", ["optimizer.optimizer=sgd"]),
-        ("parallelism.use_distributed_optimizer", ["optimizer.optimizer=muon"]),
-        ("optimizer.optimizer", ["optimizer.optimizer=sgd", UNSHARDED, "engine=deepspeed", "zero={stage: 0}"]),
+        ("layout.use_distributed_optimizer", ["optimizer.optimizer=sgd"]),
+        ("layout.use_distributed_optimizer", ["optimizer.optimizer=muon"]),
+        ("optimizer.optimizer",
+         ["optimizer.optimizer=sgd", UNSHARDED, "layout.engine=deepspeed", "layout.zero={stage: 0}"]),
         ("model.use_mup", ["optimizer.optimizer=sgd", UNSHARDED, "model.use_mup=true", "model.mup_base_hidden_size=8"]),
         ("train.precision", ["optimizer.optimizer=muon", UNSHARDED, "train.precision=fp16"]),
         ("optimizer.optimizer", ["optimizer.optimizer=muon", UNSHARDED, "lora={rank: 4, alpha: 8}"]),

@@ -136,8 +136,8 @@ def masked(batches: Iterator[Batch], without: int) -> Iterator[Batch]:
 
 
 def test_a_micro_batch_without_an_answer_changes_no_mean() -> None:
-    whole = tiny(train={"micro_batch_size": 8})
-    parts = tiny(train={"micro_batch_size": 2})
+    whole = tiny(layout={"micro_batch_size": 8})
+    parts = tiny(layout={"micro_batch_size": 2})
     results = []
     for recipe in (whole, parts):
         engine = engine_of(recipe)
@@ -153,7 +153,7 @@ def test_a_micro_batch_without_an_answer_changes_no_mean() -> None:
 
 
 def test_an_evaluation_is_a_mean_over_answers_of_all_batches() -> None:
-    engine = engine_of(tiny(train={"micro_batch_size": 8}))
+    engine = engine_of(tiny(layout={"micro_batch_size": 8}))
     batches = list(masked(random_batches(engine.recipe), -1))[:2]
     batches[1]["loss_mask"][:, 3:] = 0
     counts = [float(batch["loss_mask"].sum()) for batch in batches]
@@ -226,8 +226,9 @@ def test_what_keeps_conversations_apart_on_a_gpu() -> None:
     def kept_apart(device: str, *, precision: str = "bf16", compiled: bool = False, **model: Any) -> str:
         recipe = tiny(
             model={**LLAMA, **heads, "seq_length": LENGTH, **model},
-            train={"precision": precision, "torch_compile": compiled},
+            train={"precision": precision},
             data=CHAT,
+            layout={"torch_compile": compiled},
         )
         found = attention.masks(recipe, torch.device(device))(torch.arange(LENGTH)[None] % 10)
         assert found is not None and found.device.type == device

@@ -31,8 +31,7 @@ def recipe(precise: bool = True, fp32_gradients: bool = True, **optimizer: Any) 
     return tiny(
         model=LLAMA,
         optimizer={"lr": 1e-2, "use_precision_aware_optimizer": precise, **optimizer},
-        parallelism={"grad_reduce_in_fp32": fp32_gradients},
-        train={"precision": "bf16"},
+        train={"precision": "bf16", "grad_reduce_in_fp32": fp32_gradients},
     )
 
 
@@ -128,13 +127,13 @@ def test_the_average_is_of_the_master_weights(monkeypatch: pytest.MonkeyPatch) -
     ("key", "change"),
     [
         ("use_precision_aware_optimizer", {"train": {"precision": "fp32"}}),
-        ("use_precision_aware_optimizer", {"parallelism": {"use_distributed_optimizer": False}}),
+        ("use_precision_aware_optimizer", {"layout": {"use_distributed_optimizer": False}}),
         ("exp_avg_dtype", {"optimizer": {"use_precision_aware_optimizer": False, "exp_avg_dtype": "bf16"}}),
     ],
 )
 def test_what_rules_it_out(key: str, change: dict[str, dict[str, Any]]) -> None:
     base: dict[str, Any] = {
-        "optimizer": {"use_precision_aware_optimizer": True}, "train": {"precision": "bf16"}, "parallelism": {},
+        "optimizer": {"use_precision_aware_optimizer": True}, "train": {"precision": "bf16"}, "layout": {},
     }  # fmt: skip
     assert not check(tiny(**base))
     changed: dict[str, Any] = {name: {**keys, **change.get(name, {})} for name, keys in base.items()}

@@ -125,8 +125,9 @@ def test_a_step_is_that_of_trl(kind: str, packed: bool, folders: tuple[Path, Pat
     recipe = tiny(
         model=MODEL,
         dpo=dpo,
-        train={"micro_batch_size": 2 * rows, "global_batch_size": 4 * rows},
+        train={"global_batch_size": 4 * rows},
         data={"sources": [{"type": "docstrings"}], "chat": {"packing": packed, "preference": {}}},
+        layout={"micro_batch_size": 2 * rows},
     )
     made = engine(recipe, *folders)
     made.parts.the(PreferenceLoss).rewards.start()

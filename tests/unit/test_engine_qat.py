@@ -86,9 +86,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": {"qat": {}, "model": {"num_moe_experts": 4, "add_bias_linear": False}},
     "recomputed": {
         "qat": {},
-        "train": {
-            "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
-        },
+        "layout": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     },
 }  # fmt: skip
 
@@ -175,7 +173,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
 
 
 def test_the_plan_has_the_rounded_matrices_and_their_time() -> None:
-    keys = ["qat={scheme: int8}", "parallelism.tensor_model_parallel_size=4"]
+    keys = ["qat={scheme: int8}", "layout.tensor_model_parallel_size=4"]
     with_it, plain = (
         plan_on(load("llama3-8b", each).recipe, nproc=None, cluster="h100-ib", nodes=8)[0].largest
         for each in (keys, [*keys[1:], "model.transformer_impl=local"])
@@ -203,13 +201,13 @@ REFUSED: dict[str, tuple[str, list[str], str]] = {
     "groups of int8": ("gpt-tiny", ["qat.scheme=int8", "qat.group_size=32"], "qat.group_size"),
     "groups that rows are not": ("gpt-tiny", ["qat.group_size=144"], "qat.group_size"),
     "groups that are split": (
-        "gpt-tiny", ["qat.group_size=32", "parallelism.tensor_model_parallel_size=4"], "qat.group_size",
+        "gpt-tiny", ["qat.group_size=32", "layout.tensor_model_parallel_size=4"], "qat.group_size",
     ),
     "never": ("gpt-tiny", ["qat.scheme=int8", "qat.start_step=640", "train.train_iters=640"], "qat.start_step"),
     "another scheme": ("gpt-tiny", ["qat.scheme=fp8"], "qat.scheme"),
     "adapters": ("lora-tiny", ["qat.scheme=int8"], "lora"),
-    "deepspeed": ("gpt-tiny-zero", ["qat.scheme=int8"], "engine"),
-    "compiled": ("gpt-tiny", ["qat.scheme=int8", "train.torch_compile=true"], "train.torch_compile"),
+    "deepspeed": ("gpt-tiny-zero", ["qat.scheme=int8"], "layout.engine"),
+    "compiled": ("gpt-tiny", ["qat.scheme=int8", "layout.torch_compile=true"], "layout.torch_compile"),
     "layers": ("llama3-8b", ["qat.scheme=int8", "model.transformer_impl=transformer_engine"], "model.transformer_impl"),
 }  # fmt: skip
 
@@ -219,4 +217,4 @@ def test_what_cannot_be_rounded_is_refused(name: str, keys: list[str], key: str)
     scheme = [] if any(each.startswith("qat.scheme") for each in keys) else ["qat.scheme=int4"]
     with refused(key):
         load(name, [*scheme, *keys])
-    load("gpt-tiny", ["qat.scheme=int4", "qat.group_size=32", "parallelism.tensor_model_parallel_size=2"])
+    load("gpt-tiny", ["qat.scheme=int4", "qat.group_size=32", "layout.tensor_model_parallel_size=2"])

@@ -33,7 +33,7 @@ def recipe(
         model={**MODELS[model], "init_method_std": 0.1},
         optimizer={"lr": lr, "optimizer": "adam" if sharded else update, **clip},
         scheduler={"lr_decay_style": "constant"},
-        parallelism={"use_distributed_optimizer": sharded},
+        layout={"use_distributed_optimizer": sharded},
         train={"precision": precision, "global_batch_size": 4},
     )
 
@@ -131,10 +131,10 @@ def test_a_range_of_a_matrix_has_the_factors_of_its_rows(begin: int, length: int
     [
         ("optimizer.qk_clip_threshold", ["optimizer.qk_clip_threshold=50"]),
         ("optimizer.qk_clip_alpha", ["optimizer.qk_clip=true", "optimizer.qk_clip_alpha=1.5"]),
-        ("optimizer.qk_clip", ["optimizer.qk_clip=true", "engine=deepspeed", "zero={stage: 1}"]),
+        ("optimizer.qk_clip", ["optimizer.qk_clip=true", "layout.engine=deepspeed", "layout.zero={stage: 1}"]),
         ("lora", ["optimizer.qk_clip=true", "lora={rank: 4, alpha: 8}"]),
         ("model.qk_layernorm", ["optimizer.qk_clip=true", "model.qk_layernorm=true"]),
-        ("train.torch_compile", ["optimizer.qk_clip=true", "train.torch_compile=true"]),
+        ("layout.torch_compile", ["optimizer.qk_clip=true", "layout.torch_compile=true"]),
     ],
 )
 def test_what_it_does_not_go_with_is_refused(key: str, keys: list[str]) -> None:

@@ -19,8 +19,8 @@ from llmrecipes.hardware import builds
 from llmrecipes.hardware.cluster import DetectedGpu
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.rules.recipe_rules import check
-from llmrecipes.recipe.schema import Parallelism, Recipe, Zero
-from llmrecipes.recipe.sections.speed import Speed
+from llmrecipes.recipe.schema import LayoutKeys, Recipe
+from llmrecipes.recipe.sections.zero import Zero
 from llmrecipes.workflow import slurm
 from llmrecipes.workflow.run import on_one_rank
 from tests.helpers import ROOMY, tiny_on, write_recipe
@@ -30,8 +30,7 @@ Found = Callable[[str], object]
 
 
 def with_zero(corpus: Path, **keys: object) -> Recipe:
-    values = {"zero": Zero.model_validate({"stage": 3, **keys})}
-    return tiny_on(corpus).model_copy(update={**values, "engine": "deepspeed"})
+    return tiny_on(corpus).with_layout(zero=Zero.model_validate({"stage": 3, **keys}), engine="deepspeed")
 
 
 @pytest.fixture
@@ -74,7 +73,7 @@ def test_a_checkpoint_is_read_on_one_rank_without_deepspeed(corpus: Path) -> Non
     require_packages(alone)
     plan = derive(alone, 1, ROOMY)
     assert check(plan.recipe) == []
-    assert plan.recipe.parallelism.use_distributed_optimizer == recipe.parallelism.use_distributed_optimizer
+    assert plan.recipe.layout.use_distributed_optimizer == recipe.layout.use_distributed_optimizer
 
 
 @pytest.mark.usefixtures("hidden")
@@ -108,13 +107,13 @@ COMPILER = 'case "$*" in *-laio*) exit {libaio};; esac'
 @pytest.mark.parametrize(
     ("programs", "offload", "key", "token"),
     [
-        ({"ninja": "exit 0"}, {"offload_optimizer": "cpu"}, "zero.offload_optimizer", "g++"),
-        ({"ninja": "", "c__": "exit 1"}, {"offload_optimizer": "cpu"}, "zero.offload_optimizer", "python3-dev"),
-        ({"c__": ""}, {"offload_optimizer": "cpu"}, "zero.offload_optimizer", "setup-zero"),
+        ({"ninja": "exit 0"}, {"offload_optimizer": "cpu"}, "layout.zero.offload_optimizer", "g++"),
+        ({"ninja": "", "c__": "exit 1"}, {"offload_optimizer": "cpu"}, "layout.zero.offload_optimizer", "python3-dev"),
+        ({"c__": ""}, {"offload_optimizer": "cpu"}, "layout.zero.offload_optimizer", "setup-zero"),
         (
             {"ninja": "", "c__": COMPILER.format(libaio=1)},
             {"offload_optimizer": "nvme", "nvme_path": "nvme"},
-            "zero.offload_optimizer",
+            "layout.zero.offload_optimizer",
             "libaio-dev",
         ),
     ],
@@ -141,7 +140,7 @@ def test_offload_to_nvme_needs_a_fast_local_disk(shown: Path, corpus: Path, tmp_
     (tmp_path / "file").touch()
     require_packages(with_zero(corpus, offload_optimizer="nvme", nvme_path=str(tmp_path / "made" / "later")))
     for folder, token in (("/dev/shm/nvme", "/dev/shm"), (str(tmp_path / "file" / "nvme"), str(tmp_path / "file"))):
-        with refused("zero.nvme_path", rule=token):
+        with refused("layout.zero.nvme_path", rule=token):
             require_packages(with_zero(corpus, offload_optimizer="nvme", nvme_path=folder))
 
 
@@ -150,7 +149,7 @@ def test_runs_on_one_node_do_not_share_files_of_offload(tmp_path: Path) -> None:
     with swap_files(zero, 0):
         with swap_files(zero, 1):
             pass
-        with refused("zero.nvme_path"), swap_files(zero, 0):
+        with refused("layout.zero.nvme_path"), swap_files(zero, 0):
             pass
         state = tmp_path / "zero_stage_3/optimizer/rank0/0.tensor.swp"
         state.parent.mkdir(parents=True)
@@ -241,6 +240,6 @@ def test_settings_of_nccl_that_megatron_core_cannot_read_are_refused(text: str |
     path = tmp_path / "nccl.yaml"
     if text is not None:
         path.write_text(text, "utf-8")
-    speed = Speed(nccl_communicator_config_path=str(path))
-    with refused("speed.nccl_communicator_config_path"), model_parallel(1, Parallelism(), speed):
+    layout = LayoutKeys(nccl_communicator_config_path=str(path))
+    with refused("layout.nccl_communicator_config_path"), model_parallel(1, layout):
         pass

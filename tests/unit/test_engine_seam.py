@@ -20,7 +20,7 @@ from tests.helpers import curve, lines, tiny_on, write_recipe
 def arguments(corpus: Path, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A recipe of the second engine, which is known by one line, and where runs and data are."""
     monkeypatch.setitem(ENGINES, "plain", EngineEntry("tests.engines.plain:PlainBackend"))
-    recipe = tiny_on(corpus, checkpoint={"save_interval": 4}).model_copy(update={"engine": "plain"})
+    recipe = tiny_on(corpus, checkpoint={"save_interval": 4}).with_layout(engine="plain")
     return [write_recipe(recipe, tmp_path), "--runs-dir", str(tmp_path / "runs"), "--data-dir", str(data_dir)]
 
 
@@ -64,7 +64,7 @@ def test_a_number_that_is_not_finite_stops_it(
 
 
 def test_an_engine_that_is_not_there_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(arguments, "none", "engine=apex") == 2
+    assert train(arguments, "none", "layout.engine=apex") == 2
     message = capsys.readouterr().err
     assert "engine" in message
     assert "plain" in message
@@ -72,5 +72,5 @@ def test_an_engine_that_is_not_there_is_refused(arguments: list[str], capsys: py
 
 def test_a_checkpoint_of_another_engine_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert train(arguments, "r", "--no-sample") == 0
-    assert train(arguments, "r", "engine=megatron", "train.train_iters=14", "--accept-changes") == 2
+    assert train(arguments, "r", "layout.engine=megatron", "train.train_iters=14", "--accept-changes") == 2
     assert "plain" in capsys.readouterr().err

@@ -161,7 +161,7 @@ def test_the_micro_batch_size_changes_no_number(precision: str, bound: float) ->
     """bf16 rounds every gradient of a micro-batch to 8 bits, so there the norms agree to half a percent only."""
 
     def run(micro: int) -> list[float]:
-        engine = engine_of(tiny(train={"micro_batch_size": micro, "precision": precision}))
+        engine = engine_of(tiny(train={"precision": precision}, layout={"micro_batch_size": micro}))
         results = steps(engine, 5)
         return [result.loss for result in results] + [result.grad_norm or math.nan for result in results]
 
@@ -282,7 +282,7 @@ def test_compiled_layers_compute_the_same() -> None:
     from torch._dynamo.utils import counters
 
     def run(compiled: bool) -> list[float]:
-        results = steps(engine_of(tiny(train={"torch_compile": compiled})), 3)
+        results = steps(engine_of(tiny(layout={"torch_compile": compiled})), 3)
         return [result.loss for result in results] + [result.grad_norm or math.nan for result in results]
 
     torch._dynamo.reset()

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 OTHERWISE: dict[str, dict[str, Any]] = {
     "model": {"moe_token_dispatcher_type": "allgather"},
     "train": {"eval_at_start": True, "log_interval": 2, "elastic": [1, 2], "exit_grace_seconds": 100.0},
-    "speed": {"manual_gc": True, "manual_gc_interval": 2},
+    "layout": {"manual_gc": True, "manual_gc_interval": 2},
     "data": {"num_workers": 2, "prefetch_factor": 2, "pin_memory": False, "multiple_validation_sets": True},
     "checkpoint": {
         "save_interval": 2, "async_save": False, "most_recent_k": 3, "keep_interval": 2, "keep_best": True,
@@ -40,7 +40,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     "tracking": {
         "mlflow": True, "experiment": "other", "tensorboard": True, "alarms": False, "system_metrics_interval": 1.0,
         "loss_by_source": True, "layers_interval": 1,
-    },
+    }
 }  # fmt: skip
 LABEL = "data.sources.N.label"
 
@@ -48,8 +48,8 @@ NAMED = "tests/train/test_train_named_layouts.py"
 TESTS = {
     "distill.logits": "tests/unit/test_precompute.py::test_a_student_is_the_one_with_its_teacher",
     "dpo.reference_log_probs": "tests/unit/test_precompute.py::test_a_run_is_the_one_with_the_reference",
-    "train.torch_compile": "tests/unit/test_engine_step.py::test_compiled_layers_compute_the_same",
-    "layout": f"{NAMED}::test_layouts_one_after_another_train_as_one_process",
+    "layout.torch_compile": "tests/unit/test_engine_step.py::test_compiled_layers_compute_the_same",
+    "layout.name": f"{NAMED}::test_layouts_one_after_another_train_as_one_process",
     "layouts": f"{NAMED}::test_layouts_one_after_another_train_as_one_process",
     "search": "tests/unit/test_checkpoint_loading.py::test_a_search_is_no_part_of_a_training",
 }
@@ -68,25 +68,25 @@ NOT_ON_A_CPU = {
     "description": "a label",
     "model.transformer_impl": KERNELS,
     "train.eval_tasks": "needs tasks of the harness; evaluated between steps, without gradients",
-    "speed.gradient_accumulation_fusion": KERNELS,
-    "speed.attention_backend": KERNELS,
-    "speed.cp_comm_type": KERNELS,
-    "speed.hierarchical_context_parallel_sizes": KERNELS,
-    "speed.align_param_gather": KERNELS,
-    "speed.moe_permute_fusion": KERNELS,
-    "speed.moe_router_fusion": KERNELS,
-    "speed.moe_flex_dispatcher_backend": KERNELS,
-    "speed.high_priority_stream_groups": KERNELS,
-    "speed.nccl_communicator_config_path": KERNELS,
-    "speed.tp_comm_overlap": KERNELS,
-    "speed.tp_comm_overlap_ag": KERNELS,
-    "speed.tp_comm_overlap_rs": KERNELS,
-    "speed.tp_comm_bulk_dgrad": KERNELS,
-    "speed.tp_comm_bulk_wgrad": KERNELS,
-    "speed.delay_wgrad_compute": KERNELS,
-    "speed.cuda_graph_impl": KERNELS,
-    "speed.cuda_graph_modules": KERNELS,
-    "speed.cuda_graph_warmup_steps": KERNELS,
+    "layout.gradient_accumulation_fusion": KERNELS,
+    "layout.attention_backend": KERNELS,
+    "layout.cp_comm_type": KERNELS,
+    "layout.hierarchical_context_parallel_sizes": KERNELS,
+    "layout.align_param_gather": KERNELS,
+    "layout.moe_permute_fusion": KERNELS,
+    "layout.moe_router_fusion": KERNELS,
+    "layout.moe_flex_dispatcher_backend": KERNELS,
+    "layout.high_priority_stream_groups": KERNELS,
+    "layout.nccl_communicator_config_path": KERNELS,
+    "layout.tp_comm_overlap": KERNELS,
+    "layout.tp_comm_overlap_ag": KERNELS,
+    "layout.tp_comm_overlap_rs": KERNELS,
+    "layout.tp_comm_bulk_dgrad": KERNELS,
+    "layout.tp_comm_bulk_wgrad": KERNELS,
+    "layout.delay_wgrad_compute": KERNELS,
+    "layout.cuda_graph_impl": KERNELS,
+    "layout.cuda_graph_modules": KERNELS,
+    "layout.cuda_graph_warmup_steps": KERNELS,
     **dict.fromkeys(OUTSIDE, "what is sent, or written beside a run, after its numbers are computed"),
 }  # fmt: skip
 """A key, or a section with all its keys, and why no test shows it."""
@@ -107,7 +107,7 @@ def of(key: str, table: dict[str, str]) -> bool:
 def test_every_key_of_execution_is_shown_to_change_nothing() -> None:
     executed = {key.name for key in keys().values() if not key.section and half_of(key.name) is EXECUTION}
     here = {name for name, _ in leaves(OTHERWISE)} | {LABEL}
-    extra = {"zero.extra"} if any(name.startswith("zero.extra.") for name in in_rows()) else set[str]()
+    extra = {"layout.zero.extra"} if any(name.startswith("layout.zero.extra.") for name in in_rows()) else set[str]()
     shown = (in_rows() | here | extra) & executed | {key for key in executed if of(key, TESTS)}
     assert here <= executed and len(shown) >= 100
     assert {key for key in executed - shown if not of(key, NOT_ON_A_CPU)} == set()

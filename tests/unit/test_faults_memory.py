@@ -14,14 +14,16 @@ from llmrecipes.faults.out_of_memory import describe_oom, memory_hints, out_of_m
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.speedups.recompute import ALL_LAYERS
 from llmrecipes.units import GIB
 
 
-def recipe(**train: Any) -> Recipe:
+def recipe(layout: dict[str, Any] | None = None, **train: Any) -> Recipe:
     document: dict[str, Any] = {
         "name": "tiny",
         "model": {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 512, "vocab_size": 4096},
-        "train": {"train_iters": 4, "micro_batch_size": 4, "global_batch_size": 32, "precision": "bf16"} | train,
+        "train": {"train_iters": 4, "global_batch_size": 32, "precision": "bf16"} | train,
+        "layout": {"micro_batch_size": 4} | (layout or {}),
         "optimizer": {"lr": 1e-3},
     }
     return Recipe.model_validate(document)
@@ -37,32 +39,30 @@ def hints(made: Recipe, ranks: int = 2) -> list[str]:
 def test_hints_have_the_keys_and_their_predicted_memory_in_order() -> None:
     made = hints(recipe())
     assert [hint.split("=")[0] for hint in made] == [
-        "train.micro_batch_size",
-        "train.recompute_granularity",
-        "parallelism.tensor_model_parallel_size",
-        "parallelism.pipeline_model_parallel_size",
-        "parallelism.grad_reduce_in_fp32",
+        "layout.micro_batch_size",
+        "layout.recompute_granularity",
+        "layout.tensor_model_parallel_size",
+        "layout.pipeline_model_parallel_size",
+        "train.grad_reduce_in_fp32",
         "model.seq_length",
     ]
-    assert made[0].startswith("train.micro_batch_size=2: ")
+    assert made[0].startswith("layout.micro_batch_size=2: ")
     assert "a rank (-" in made[0]
     assert not any(hint.endswith("fits") for hint in made), "the plan said so before"
 
 
 def test_rungs_already_taken_are_left_out() -> None:
-    tight = recipe(micro_batch_size=1, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    tight = recipe({"micro_batch_size": 1, **ALL_LAYERS})
     keys = [hint.split("=")[0] for hint in hints(tight, ranks=1)]
-    assert keys == ["parallelism.grad_reduce_in_fp32", "model.seq_length"]
+    assert keys == ["train.grad_reduce_in_fp32", "model.seq_length"]
 
 
 def test_precision_and_the_distributed_optimizer_are_offered_where_they_help() -> None:
-    base = recipe(precision="fp32", micro_batch_size=9, global_batch_size=36)
-    plain = base.model_copy(
-        update={"parallelism": base.parallelism.model_copy(update={"use_distributed_optimizer": False})}
-    )
+    base = recipe({"micro_batch_size": 9}, precision="fp32", global_batch_size=36)
+    plain = base.with_layout(use_distributed_optimizer=False)
     for ranks, offered in ((4, True), (1, False)):
         made = hints(plain, ranks)
-        assert any(hint.startswith("parallelism.use_distributed_optimizer=true") for hint in made) == offered
+        assert any(hint.startswith("layout.use_distributed_optimizer=true") for hint in made) == offered
         assert any(hint.startswith("train.precision=bf16") for hint in made)
 
 
@@ -89,7 +89,7 @@ def test_a_real_failed_allocation_is_recognised() -> None:
     error = out_of_memory(caught.value, recipe(), ranks=1, nodes=1, where="rank 0, step 3")
     assert error is not None
     assert error.code is ExitCode.STOP
-    assert "1. train.micro_batch_size=" in str(error)
+    assert "1. layout.micro_batch_size=" in str(error)
     assert "rank 0, step 3" in str(error)
 
 
@@ -135,4 +135,4 @@ def test_main_memory_of_a_run_on_gpus_has_other_hints(monkeypatch: pytest.Monkey
     assert "micro_batch" not in error.fix
     full = out_of_memory(torch.OutOfMemoryError("CUDA out of memory."), recipe(), ranks=2, nodes=1)
     assert full is not None
-    assert "train.micro_batch_size=" in full.fix
+    assert "layout.micro_batch_size=" in full.fix

@@ -31,7 +31,7 @@ from llmrecipes.plan.check import fitted
 from llmrecipes.plan.derive import LEAST_HEADROOM, derive
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.rules.recipe_rules import check
-from llmrecipes.recipe.schema import Parallelism
+from llmrecipes.recipe.schema import LayoutKeys
 from llmrecipes.rundir import Run
 from llmrecipes.units import GIB
 from llmrecipes.workflow.run import Paths
@@ -316,7 +316,7 @@ def test_options(arguments: Sequence[str], where: str, capsys: pytest.CaptureFix
     ],
 )
 def test_a_layout_is_as_small_as_fits(name: str, cluster: Cluster, tensor: int, pipeline: int) -> None:
-    recipe, ranks = fitted(load(name).recipe.model_copy(update={"parallelism": Parallelism()}), cluster)
+    recipe, ranks = fitted(load(name).recipe.model_copy(update={"layout": LayoutKeys()}), cluster)
     plan = derive(recipe, ranks, cluster)
     assert not check(recipe) and ranks == len(cluster.gpus)
     assert plan.fits and plan.memory_headroom >= LEAST_HEADROOM

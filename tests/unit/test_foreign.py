@@ -17,6 +17,7 @@ from llmrecipes.foreign.draft import key_named
 from llmrecipes.recipe.load import changed_values, load
 from llmrecipes.recipe.reading.keys import hint, keys
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.speedups.features import FEATURES
 from tests.refusals import require_message
 
 SCRIPT = """#!/bin/bash
@@ -72,7 +73,7 @@ SAME_IN_MEGATRON = {
     "eval_interval": "train.eval_interval",
     "eval_iters": "train.eval_iters",
     "log_interval": "train.log_interval",
-    "use_distributed_optimizer": "parallelism.use_distributed_optimizer",
+    "use_distributed_optimizer": "layout.use_distributed_optimizer",
 }
 """Destinations of Megatron-LM's own parser, and the keys that must have their values."""
 
@@ -214,12 +215,12 @@ def test_nothing_is_dropped_without_being_listed(
     if "--eval-iters" in left:
         assert (recipe.data.split, recipe.train.eval_interval) == ((98.0, 0.0, 2.0), 7)
     if "muon" in more:
-        assert not recipe.parallelism.use_distributed_optimizer
+        assert not recipe.layout.use_distributed_optimizer
     if "window" in more:
         assert recipe.model.window_size == (128, 0)
         assert recipe.model.window_attn_skip_freq == [1, 0]
     if "core_attn" in more:
-        assert recipe.train.recompute_modules == ("core_attn",)
+        assert recipe.layout.recompute_modules == ("core_attn",)
 
 
 @pytest.mark.parametrize("program", ["pretrain_gpt", "pretrain_hybrid", "pretrain_mamba"])
@@ -233,7 +234,7 @@ def test_a_pattern_of_layers_is_translated(program: str, folder: Path, capsys: p
     )
     recipe, account = translated("run.sh", capsys=capsys)
     assert (recipe.model.num_layers, recipe.model.moe_layer_freq) == (4, [0, 0, 1, 1])
-    assert recipe.parallelism.pipeline_model_parallel_layout == "Ettt|tL"
+    assert recipe.layout.pipeline_model_parallel_layout == "Ettt|tL"
     assert not any(left_out(account).values())
 
 
@@ -285,13 +286,13 @@ def test_every_default_of_megatron_is_shared_or_written_out() -> None:
         "model.num_query_groups", "model.moe_router_dtype", "model.moe_token_dispatcher_type", "model.transformer_impl",
         "model.rope_type", "model.yarn_beta_fast", "model.yarn_beta_slow", "model.yarn_correction_range_round_to_int",
         "optimizer.muon_tp_mode", "checkpoint.save_interval", "train.eval_interval", "data.split",
-        "tracking.tensorboard", "train.micro_batch_size",
-        "parallelism.grad_reduce_in_fp32", "train.recompute_granularity", "train.precision", "data.tokenizer.type",
+        "tracking.tensorboard", "layout.micro_batch_size",
+        "train.grad_reduce_in_fp32", "layout.recompute_granularity", "train.precision", "data.tokenizer.type",
     }  # fmt: skip
     different = set()
     for action in parser()._actions:
         key = key_named(action.dest)
-        if key is None or key.startswith("speed.") or keys()[key].required:
+        if key is None or key.rpartition(".")[2] in FEATURES or keys()[key].required:
             continue
         if action.default is None and not key.endswith(f".{action.dest}"):
             continue  # an old or a second option for the same
@@ -397,7 +398,7 @@ def test_a_file_of_axolotl_is_a_fine_tuning(base: Path, folder: Path, capsys: py
     assert recipe.checkpoint.save_interval == 23 and recipe.scheduler.lr_warmup_iters == 1
     assert (recipe.optimizer.adam_beta2, recipe.optimizer.weight_decay) == (0.999, 0.0)
     assert recipe.data.split == (90.0, 10.0, 0.0) and recipe.data.chat is not None and not recipe.data.chat.packing
-    assert recipe.train.recompute_granularity == "full"
+    assert recipe.layout.recompute_granularity == "full"
     assert left_out(account) == {"load_in_4bit": True, "loraplus_lr_ratio": True, "flash_attention": False}
     assert run(["new", "--from", "ax.yaml", "--force"]) == 0
     assert "llmrecipes finetune base --data jsonl:chat.jsonl --lora" in capsys.readouterr().out
@@ -505,7 +506,7 @@ def test_a_toml_of_torchtitan(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert (
         recipe.optimizer.min_lr == pytest.approx(3e-5) and changed_values(recipe)["data"]["sources"][0]["name"] == "en"
     )
-    assert recipe.train.recompute_granularity == "full"
+    assert recipe.layout.recompute_granularity == "full"
     assert [name for name, differs in left_out(account).items() if differs] == ["experiment.odd"]
     (folder / "odd.toml").write_text(TITAN.replace("8B", "9B"))
     assert run(["new", "--from", "odd.toml"]) == 2
@@ -514,13 +515,15 @@ def test_a_toml_of_torchtitan(folder: Path, capsys: pytest.CaptureFixture[str]) 
 
 BRIDGE = """
 model: {seq_length: 2048, tensor_model_parallel_size: 2, sequence_parallel: true}
-train: {train_iters: 100, global_batch_size: 8, micro_batch_size: 1, eval_iters: 10}
+train: {train_iters: 100, global_batch_size: 8, eval_iters: 10}
 optimizer: {lr: 3.0e-4, min_lr: 3.0e-5}
 scheduler: {lr_warmup_iters: 20, lr_decay_style: cosine}
 checkpoint: {save: out, save_interval: 50}
 rng: {seed: 7}
 mixed_precision: bf16_mixed
 dataset: {seq_length: 2048, odd: 1}
+layout:
+  micro_batch_size: 1
 """
 NEMO = """
 _target_: nemo.collections.llm.api.pretrain
@@ -536,7 +539,7 @@ def test_yaml_of_nemo_and_megatron_bridge(folder: Path, capsys: pytest.CaptureFi
     (folder / "bridge.yaml").write_text(BRIDGE)
     recipe, account = translated("bridge.yaml", "--like", "llama3-8b", capsys=capsys)
     assert account["kind"] == "Megatron-Bridge" and recipe.model.seq_length == 2048 and recipe.train.seed == 7
-    assert recipe.parallelism.sequence_parallel and recipe.scheduler.lr_warmup_iters == 20
+    assert recipe.layout.sequence_parallel and recipe.scheduler.lr_warmup_iters == 20
     assert left_out(account)["dataset.odd"]
     (folder / "nemo.yaml").write_text(NEMO)
     recipe, account = translated("nemo.yaml", capsys=capsys)

@@ -88,7 +88,7 @@ def test_texts_of_other_lengths_use_up_no_compilation_of_training(monkeypatch: p
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
-    engine = engine_of(tiny(train={"torch_compile": True}))
+    engine = engine_of(tiny(layout={"torch_compile": True}))
     try:
         for length in range(3, 13):
             engine.scorer().score(torch.ones(1, length, dtype=torch.long))
@@ -106,7 +106,7 @@ def test_texts_are_scored_without_compiled_functions() -> None:
     counters = torch._dynamo.utils.counters
     counters.clear()
     fused = ("bias_activation_fusion", "apply_rope_fusion", "cross_entropy_loss_fusion")
-    engine = engine_of(tiny(model=LLAMA, speed=dict.fromkeys(fused, True)))
+    engine = engine_of(tiny(model=LLAMA, layout=dict.fromkeys(fused, True)))
     engine.scorer().score(torch.ones(1, 5, dtype=torch.long))
     assert not counters["stats"]
 

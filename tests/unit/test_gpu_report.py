@@ -112,8 +112,8 @@ def test_what_a_rank_lacks_of_the_plan_is_not_measured_the_other_way(monkeypatch
 
     def speed(item: Item, recipe: Recipe, _suffix: str, median: list[float]) -> Iterator[Row]:
         measured.append(recipe)
-        if recipe.speed.bias_activation_fusion is False:
-            raise UserError("no", where="speed.bias_activation_fusion", rule="not here")
+        if recipe.layout.bias_activation_fusion is False:
+            raise UserError("no", where="layout.bias_activation_fusion", rule="not here")
         median.append(1.0)
         yield item.row("step", 1e3, "ms")
 
@@ -228,7 +228,7 @@ def test_a_compiled_model_is_measured_with_its_graph_breaks(monkeypatch: pytest.
     from torch._dynamo.utils import counters
 
     def speed(item: Item, recipe: Recipe, suffix: str) -> Iterator[Row]:
-        assert recipe.train.torch_compile
+        assert recipe.layout.torch_compile
         counters["graph_break"]["a reason\n  with an explanation"] += 2
         yield item.row(f"step{suffix}", 1.0, "ms")
 
@@ -246,12 +246,12 @@ def test_a_fusion_is_measured_the_other_way_and_one_that_is_not_there_says_why(m
 
     def speed(_item: Item, recipe: Recipe, _suffix: str, median: list[float]) -> Iterator[Row]:
         measured.append(recipe)
-        median.append(1.0 if recipe.speed.bias_activation_fusion is None else 0.8)
+        median.append(1.0 if recipe.layout.bias_activation_fusion is None else 0.8)
         yield Row(stage="big", item="fusions llama3-8b", quantity="step", value=1e3 * median[0], unit="ms")
 
     monkeypatch.setattr(Item, "_speed", speed)
     rows = {row.quantity: row for row in Item("big", "fusions llama3-8b", "cpu").rows()}
-    assert [each.speed.bias_activation_fusion for each in measured] == [None, True, None, None, None]
+    assert [each.layout.bias_activation_fusion for each in measured] == [None, True, None, None, None]
     assert rows["what bias_activation_fusion gives"].value == pytest.approx(20)
     assert "TransformerEngine" in rows["step without gradient_accumulation_fusion"].note
 

@@ -239,7 +239,7 @@ def distance(folder: Path) -> float | None:
     length = min(24, section["max_position_embeddings"])
     values = {
         "name": "x", "model": {**section, "seq_length": length}, "optimizer": {"lr": 1e-3},
-        "train": {"train_iters": 1, "micro_batch_size": 1, "global_batch_size": 1, "precision": "fp32"},
+        "train": {"train_iters": 1, "global_batch_size": 1, "precision": "fp32"}, "layout": {"micro_batch_size": 1}
     }  # fmt: skip
     if section["position_embedding_type"] == "yarn" and config.get("head_dim", 0) is None:
         return None  # Mixtral: transformers' YaRN fails

@@ -67,7 +67,7 @@ def test_an_import_computes_the_same_and_leaves_with_the_same_bytes(kind: str, m
     recipe, entry = opened(Path(made.run_dir))
     assert made.origin["model_type"] == kind and made.origin["new_rows"] == 384 - VOCABULARY
     tokens = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(4))
-    with join(select(), recipe.train.seed, recipe.parallelism), torch.no_grad():
+    with join(select(), recipe.train.seed, recipe.layout), torch.no_grad():
         ours = loaded(recipe, entry)
         logits = ours.eval()(tokens, torch.arange(LENGTH).expand(2, -1), None)
         expected = theirs(tokens).logits
@@ -159,13 +159,13 @@ def test_windows_and_interpolated_positions_compute_the_same(kind: str, models: 
     assert section["max_position_embeddings"] == longest
     values = {
         "name": "x", "model": {"seq_length": longest, **section}, "optimizer": {"lr": 1e-3},
-        "train": {"train_iters": 1, "micro_batch_size": 1, "global_batch_size": 1, "precision": "fp32"},
+        "train": {"train_iters": 1, "global_batch_size": 1, "precision": "fp32"}, "layout": {"micro_batch_size": 1}
     }  # fmt: skip
     recipe = load_values(values, models / kind, ()).recipe
     tokens = torch.randint(VOCABULARY, (2, longest), generator=torch.Generator().manual_seed(4))
     platform = select()
     platform.install()
-    with join(platform, 1, recipe.parallelism):
+    with join(platform, 1, recipe.layout):
         ours = build(derive(recipe, 1, ROOMY), platform, open_weights(models / kind, recipe.model)).module.eval()
         logits = ours(tokens, torch.arange(longest).expand(2, -1), None)[..., :VOCABULARY]
         logits.logsumexp(-1).sum().backward()

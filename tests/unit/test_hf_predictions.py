@@ -104,7 +104,7 @@ def test_further_predictions_are_imported_and_exported_bit_for_bit(depths: int, 
     assert recipe.model.mtp_num_layers == depths
     (entry,) = CheckpointStore(Path(made.run_dir) / "checkpoints").entries()
     found: list[torch.Tensor] = []
-    with join(select(), 1, recipe.parallelism), torch.no_grad():
+    with join(select(), 1, recipe.layout), torch.no_grad():
         built = construct(derive(recipe, 1, ROOMY), select())
         load_model(built.modules, load(entry, model_state(built.modules)))
         compute = built.module.eval()._token_losses

@@ -56,8 +56,9 @@ def recipe_of(folder: Path, *overrides: str) -> Recipe:
     values = {
         "name": "x",
         "model": {"seq_length": 8, **section_of(read_config(folder), folder)[1]},
-        "train": {"train_iters": 1, "micro_batch_size": 1, "global_batch_size": 1},
+        "train": {"train_iters": 1, "global_batch_size": 1},
         "optimizer": {"lr": 1e-3},
+        "layout": {"micro_batch_size": 1},
     }
     return load_values(values, folder / CONFIG, overrides).recipe
 

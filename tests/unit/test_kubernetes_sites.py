@@ -30,7 +30,7 @@ from tests.refusals import refused
 IMAGE = f"registry.example.com/llmrecipes@sha256:{'7' * 64}"
 NEEDS = {"gcp-a3": "privileged", "gcp-a3-ultra": "privileged"}
 """Pod Security Standard of the shipped profiles' pods, where `restricted` does not admit them."""
-SMALL = ["train.micro_batch_size=1", "train.global_batch_size=64"]
+SMALL = ["layout.micro_batch_size=1", "train.global_batch_size=64"]
 QUEUE = Path(__file__).parents[2] / "k8s" / "queue" / "queue.yaml"
 
 

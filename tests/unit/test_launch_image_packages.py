@@ -27,7 +27,7 @@ BUILT = "llmrecipes:0.1.0-cuda-0123456789ab"
 COMMAND = ["submit", "gpt-tiny", "--to", "k8s", "--cluster", "laptop", "--dry-run", "--json", "--image"]
 NEEDY = [
     *ADAMW, "tracking.wandb=true", "tracking.prometheus=true", "tracking.energy_model=codecarbon",
-    "train.eval_tasks={tasks: [a], interval: 1}", "zero={stage: 2}",
+    "train.eval_tasks={tasks: [a], interval: 1}", "layout.zero={stage: 2}",
     "data.sources=[{type: jsonl, path: s3://a/b.jsonl}]",
 ]  # fmt: skip
 
@@ -84,7 +84,7 @@ def test_an_image_that_nobody_can_look_into_gets_a_note(capsys: pytest.CaptureFi
     (said,) = (each for each in warned(image, "tracking.prometheus=true", capsys=capsys) if "prometheus" in each)
     assert "prometheus_client" in said and "extras" in said
     assert not any(
-        "deepspeed" in each for each in warned(image, *ADAMW, "zero={stage: 2}", capsys=capsys)
+        "deepspeed" in each for each in warned(image, *ADAMW, "layout.zero={stage: 2}", capsys=capsys)
     )  # images have it
     lines = "data.steps=[{type: unicode}]"
     assert any("ftfy" in each for each in warned(image, lines, capsys=capsys))

@@ -259,7 +259,7 @@ def test_nodes_change_data_parallelism_only() -> None:
         (["gpt-7b"], "--cluster", "h100-ib,"),
         (["gpt-7b", "--cluster", "nope"], "nope", ()),
         (["gpt-7b", "--cluster", "h100-ib", "--nodes", "3"], "train.global_batch_size", ()),
-        (["llama3-405b", "--cluster", "ethernet", "--nodes", "2"], "parallelism.tensor_model_parallel_size", ()),
+        (["llama3-405b", "--cluster", "ethernet", "--nodes", "2"], "layout.tensor_model_parallel_size", ()),
         (["gpt-7b", "--cluster", "laptop", "--nodes", "4"], "recipe gpt-7b", "GiB"),
         (["gpt-7b", "--cluster", "h100-ib", "--to", "cloud"], "--to", "'cloud'"),
         (["gpt-7b", "--cluster", "h100-ib", "--run-id", "../x"], "--run-id", "'../x'"),
@@ -309,7 +309,7 @@ def test_a_dry_run_ends_with_what_the_job_gets_and_needs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    fuller = "speed.bias_activation_fusion=false"
+    fuller = "layout.bias_activation_fusion=false"
     asked = ["submit", "llama3-70b", fuller, "--cluster", "h100-ib", "--nodes", "8", "--time", "8:00:00", "--dry-run"]
     assert cli.run(asked) == 0
     told = capsys.readouterr()

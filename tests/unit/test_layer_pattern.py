@@ -26,7 +26,7 @@ LAYOUT = "pipeline_model_parallel_layout"
 def values(model: dict[str, Any], parallelism: dict[str, Any] | None = None) -> dict[str, Any]:
     """A recipe of these keys, without a number of layers of its own."""
     section = {key: value for key, value in MODEL.items() if key != "num_layers"} | model
-    rest = {"train": TRAIN, "optimizer": {"lr": 1e-3}, "parallelism": parallelism or {}}
+    rest = {"train": TRAIN, "optimizer": {"lr": 1e-3}, "layout": parallelism or {}}
     return {"name": "tiny", "model": section, **rest}
 
 

@@ -22,7 +22,7 @@ from tests.helpers import ROOMY
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"), [((), ""), (("zero.stage=1",), ", ZeRO 1"), (("zero.stage=3",), ", ZeRO 3")]
+    ("overrides", "words"), [((), ""), (("layout.zero.stage=1",), ", ZeRO 1"), (("layout.zero.stage=3",), ", ZeRO 3")]
 )
 def test_the_stage_is_part_of_the_name(
     overrides: tuple[str, ...], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -33,7 +33,7 @@ def test_the_stage_is_part_of_the_name(
     assert {name: origin for name, _, origin in rows(run)}["ranks"] == f"parallel: data 2{words}"
     record = TrainingRecord(layout=plan.layout.as_dict(), steps=(), kept_step=None, replicas=None)
     result = VerifyResult(
-        "gpt-tiny", 1e-5, record, record, 0.0, None, scaled(recipe, plan.layout.as_dict()), recipe.zero
+        "gpt-tiny", 1e-5, record, record, 0.0, None, scaled(recipe, plan.layout.as_dict()), recipe.layout.zero
     )
     assert layout_words(result) == f"DP2{words}, 2 ranks"
     prepared = SimpleNamespace(manifest=SimpleNamespace(chat=None, counts=lambda _split: SimpleNamespace(tokens=1)))

@@ -68,11 +68,11 @@ def lora_recipe(base: Path, lora: dict[str, Any]) -> Recipe:
     sections = {
         "model": {**model, "seq_length": LENGTH},
         "train": {
-            "train_iters": 3, "micro_batch_size": 2, "global_batch_size": 4, "precision": "fp32",
-            "pretrained": str(base),
+            "train_iters": 3, "global_batch_size": 4, "precision": "fp32",
+            "pretrained": str(base)
         },
         "optimizer": {"lr": 1e-2},
-        "lora": lora,
+        "lora": lora, "layout": {"micro_batch_size": 2}
     }  # fmt: skip
     return Recipe.model_validate({"name": "adapted", **sections})
 
@@ -91,7 +91,7 @@ def engine_of_run(spec: RunSpec) -> Iterator[MegatronEngine]:
     platform = MegatronBackend().platform()
     plan = derive(spec.recipe, 1, ROOMY)
     with (
-        join(platform, 1, spec.recipe.parallelism),
+        join(platform, 1, spec.recipe.layout),
         base_weights(spec.run_dir, spec.recipe) as weights,
         closing(MegatronBackend().build(plan, platform, weights)) as engine,
     ):

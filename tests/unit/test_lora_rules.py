@@ -28,8 +28,8 @@ def planned(name: str, *overrides: str, ranks: int = 1) -> Plan:
         (["lora.target_modules=[]"], "lora.target_modules", "linear_qkv"),
         (["lora.rank=193"], "lora.rank", "192"),
         (["lora.rank=0"], "lora.rank", "0"),
-        (["zero.stage=2"], "engine", "zero.stage"),
-        (["engine=deepspeed", "zero.stage=1"], "engine", "zero.stage"),
+        (["layout.zero.stage=2"], "layout.engine", "layout.zero.stage"),
+        (["layout.engine=deepspeed", "layout.zero.stage=1"], "layout.engine", "layout.zero.stage"),
         (["model.mtp_num_layers=1"], "model.mtp_num_layers", "1"),
         (["model.use_mup=true"], "model.use_mup", ()),
     ],
@@ -50,15 +50,15 @@ def test_adapters_that_transformer_engine_has_no_place_for_have_local_layers() -
         assert plan.target.transformer_engine
         # Frozen weights have no gradient, and adapters communicate by themselves.
         on = {choice.key for choice in plan.features if choice.on}
-        assert not on & {"speed.gradient_accumulation_fusion", "speed.moe_shared_expert_overlap"}
+        assert not on & {"layout.gradient_accumulation_fusion", "layout.moe_shared_expert_overlap"}
 
 
 def test_a_stage_without_adapters_is_refused() -> None:
     only_experts = ["lora.rank=4", "lora.target_modules=[experts.linear_fc1]", "model.moe_layer_freq=[0,0,1,1]"]
-    one = ["model.num_layers=4", "parallelism.expert_model_parallel_size=1"]
+    one = ["model.num_layers=4", "layout.expert_model_parallel_size=1"]
     planned("moe-tiny", *only_experts, *one)
     with refused("lora.target_modules"):
-        planned("moe-tiny", *only_experts, *one, "parallelism.pipeline_model_parallel_size=2", ranks=2)
+        planned("moe-tiny", *only_experts, *one, "layout.pipeline_model_parallel_size=2", ranks=2)
 
 
 def test_a_run_with_adapters_is_not_upcycled() -> None:

@@ -29,7 +29,7 @@ Sizes = dict[str, int]
 
 
 def recipe_of(model: dict[str, Any], **sections: Any) -> Recipe:
-    train = {"train_iters": 1, "micro_batch_size": 1, "global_batch_size": 8, "precision": "fp32"}
+    train = {"train_iters": 1, "global_batch_size": 8, "precision": "fp32"}
     return Recipe.model_validate({"name": "t", "model": model, "train": train, "optimizer": {"lr": 1e-3}, **sections})
 
 
@@ -37,7 +37,9 @@ def models() -> dict[str, Recipe]:
     tables: dict[str, dict[str, Any]] = {}
     for name, changes in test_plan_model.MODELS.items():
         if not name.startswith("recomputed"):
-            of_model = {key: value for key, value in changes.items() if key not in test_plan_model.ON_TRAIN}
+            of_model = {
+                key: value for key, value in changes.items() if key not in ("precision", *test_plan_model.ON_LAYOUT)
+            }
             tables[f"plan, {name}"] = {**test_plan_model.BASE, **of_model}
     for name in RECIPES:
         tables[name] = {**load(name).recipe.model.model_dump(), **SMALLER.get(name, {})}
@@ -51,12 +53,12 @@ def built() -> dict[str, Sizes]:
     from llmrecipes.engine.core.world import join
     from llmrecipes.hardware.cluster import Cluster
     from llmrecipes.plan.derive import derive
-    from llmrecipes.recipe.schema import Parallelism
+    from llmrecipes.recipe.schema import LayoutKeys
 
     platform = select()
     platform.install()
     cpu = Cluster(gpus=(), cpu_cores=1, memory_bytes=1 << 50, memory_available_bytes=1 << 50, disk_free_bytes=1 << 50)
-    with join(platform, 1, Parallelism()):
+    with join(platform, 1, LayoutKeys()):
         made = {name: construct_without_memory(derive(recipe, 1, cpu)) for name, recipe in models().items()}
         return {name: {key: each.numel() for key, each in model.named_parameters()} for name, model in made.items()}
 
@@ -123,7 +125,7 @@ def test_stages_hold_what_their_ranks_are_planned_with(name: str) -> None:
     from llmrecipes.plan.parameters import count_on_rank
 
     ranks, model, parallelism = test_plan_ranks.LAYOUTS[name]
-    recipe = recipe_of({**test_plan_ranks.BASE, **model}, parallelism=parallelism)
+    recipe = recipe_of({**test_plan_ranks.BASE, **model}, layout=parallelism)
     cpu = Cluster(gpus=(), cpu_cores=1, memory_bytes=1, memory_available_bytes=1, disk_free_bytes=1)
     laid_out, made = layout(recipe, ranks, cpu), graph(recipe)
     for place, stage in enumerate(made.stages):

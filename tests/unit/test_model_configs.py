@@ -31,7 +31,7 @@ from tests.helpers import ROOMY, TRANSFORMER_ENGINES
 
 GIB = 1 << 30
 IN_FP8 = ("llama3-8b", "mixtral-8x7b", "deepseek-v3")
-"""Recipes whose configuration with `speed.fp8` is in the golden file, too."""
+"""Recipes whose configuration with `train.fp8` is in the golden file, too."""
 RECORDED = ("llama3-8b", "mixtral-8x7b")
 """The same of CUDA graphs."""
 GPUS = {"H100": (79, 989.4), "H200": (139, 989.4), "B200": (178, 2250.0)}
@@ -83,8 +83,10 @@ def test_every_field_of_every_recipe(golden: Callable[[str, Any], None], monkeyp
         monkeypatch.setattr(f"megatron.core.{name}", configured, raising=False)
     monkeypatch.setattr("megatron.core.utils.get_te_version", lambda: Version("2.9"))
     recipes = {name: load(name, []).recipe for name in names()}
-    recipes |= {f"{name}, fp8": load(name, ["speed.fp8=e4m3"]).recipe for name in IN_FP8}
-    recipes |= {f"{name}, graphs": load(name, ["speed.cuda_graph_impl=transformer_engine"]).recipe for name in RECORDED}
+    recipes |= {f"{name}, fp8": load(name, ["train.fp8=e4m3"]).recipe for name in IN_FP8}
+    recipes |= {
+        f"{name}, graphs": load(name, ["layout.cuda_graph_impl=transformer_engine"]).recipe for name in RECORDED
+    }
     variants = {
         name: {
             f"{gpu}, {implementation}": configured(recipe, gpu, implementation != "local")

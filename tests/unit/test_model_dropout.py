@@ -51,7 +51,7 @@ def test_what_is_dropped_follows_from_seed_step_sample_and_place() -> None:
     values = torch.ones(64, 2, 64, requires_grad=True)
 
     def drop(step: int = 3, number: int = 1, place: str = "a", seed: int = 1) -> torch.Tensor:
-        drawing = masks(seed=seed, micro_batch_size=2)
+        drawing = masks(seed=seed)
         drawing.begin(step, number)
         return drawing.drop(values, place, DROPPED)
 
@@ -75,7 +75,7 @@ def test_what_is_dropped_follows_from_seed_step_sample_and_place() -> None:
 
 @pytest.mark.rotating
 def test_compiled_layers_drop_others_in_each_step_and_are_compiled_once() -> None:
-    recipe = tiny(model={"hidden_dropout": 0.1, "attention_dropout": 0.1}, train={"torch_compile": True})
+    recipe = tiny(model={"hidden_dropout": 0.1, "attention_dropout": 0.1}, layout={"torch_compile": True})
     model = built(recipe)
     assert model.masks is not None
     model.module.compile_layers("eager")

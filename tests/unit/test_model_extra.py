@@ -49,9 +49,9 @@ def with_extra(**extra: Any) -> Recipe:
         ({}, "_cpu_offloading_context", None, ("unknown key",)),
         ({}, "mla_down_proj_fusion", True, ("unknown key", "TransformerConfig")),
         ({}, "num_layers", 3, ("determined by the recipe", "model.num_layers")),
-        ({}, "tensor_model_parallel_size", 2, ("parallelism.tensor_model_parallel_size",)),
-        ({}, "recompute_modules", ["mlp"], ("train.recompute_modules",)),
-        ({}, "tp_comm_overlap", True, ("speed.tp_comm_overlap",)),
+        ({}, "tensor_model_parallel_size", 2, ("layout.tensor_model_parallel_size",)),
+        ({}, "recompute_modules", ["mlp"], ("layout.recompute_modules",)),
+        ({}, "tp_comm_overlap", True, ("layout.tp_comm_overlap",)),
         ({}, "params_dtype", "fp32", ("train.precision",)),
         ({}, "activation_func", "gelu", ("model.activation_func",)),
         ({}, "init_method", "normal", ("model.init_method",)),
@@ -70,7 +70,7 @@ def with_extra(**extra: Any) -> Recipe:
         ({}, "glu_linear_offset", None, ("None", "float")),
         ({}, "moe_shared_expert_gate", True, ("model.num_moe_experts",)),
         ({}, "mtp_detach_heads", True, ("model.mtp_num_layers",)),
-        ({}, "fp8_margin", 1, ("speed.fp8",)),
+        ({}, "fp8_margin", 1, ("train.fp8",)),
         (EXPERTS, "moe_router_topk", 1, ("model.moe_router_topk",)),
     ],
 )  # fmt: skip
@@ -129,7 +129,7 @@ def test_the_types_are_those_of_the_dataclasses() -> None:
 def test_what_the_engine_sets_is_not_a_field_for_all() -> None:
     """A field that this program sets to another value than megatron-core's default is refused."""
     default = {field.name: field.default for field in fields(TransformerConfig)}
-    plan = derive(tiny(parallelism={"pipeline_model_parallel_size": 2}), 2, ROOMY)
+    plan = derive(tiny(layout={"pipeline_model_parallel_size": 2}), 2, ROOMY)
     extra = _extra()
     for on_gpu, layers in ((False, False), (True, False)):
         made = transformer_config(plan, on_gpu=on_gpu, transformer_engine=layers)
@@ -297,10 +297,10 @@ def test_a_pruned_and_a_converted_model_keep_it(recorded: Path) -> None:
     assert pruned.model.extra == {"softmax_scale": 0.5}
     with refused("model.extra", rule=("0.25", "0.5")):
         load_pruned(recorded, ["model.extra.softmax_scale=0.25"], half)
-    converted_to = converted_recipe(recorded, "deepspeed", ["zero.stage=1"])
+    converted_to = converted_recipe(recorded, "deepspeed", ["layout.zero.stage=1"])
     assert converted_to.model.extra == {"softmax_scale": 0.5}
     with refused(recorded.parent, rule="model.extra.softmax_scale"):
-        converted_recipe(recorded, "deepspeed", ["zero.stage=1", "model.extra.softmax_scale=0.25"])
+        converted_recipe(recorded, "deepspeed", ["layout.zero.stage=1", "model.extra.softmax_scale=0.25"])
 
 
 def test_an_export_is_refused_with_the_reason() -> None:

@@ -31,7 +31,7 @@ def test_the_mlp_of_megatron_core_calls_it(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(gelu, "bias_gelu_kernel_back", gelu.back)
     ids = torch.arange(32).view(1, -1)
     fused, plain = (
-        built(tiny(speed={"bias_activation_fusion": value})).module(ids, ids, None, labels=ids)
+        built(tiny(layout={"bias_activation_fusion": value})).module(ids, ids, None, labels=ids)
         for value in (True, False)
     )
     assert "_BiasGelu" in str(nodes(fused)) and "_BiasGelu" not in str(nodes(plain))

@@ -158,8 +158,8 @@ def layers(implementation: str, precision: str = "bf16", **sections: Any) -> Rec
         (layers("auto"), "transformer_engine", "installed"),
         (layers("auto", "fp32"), "local", "TF32"),
         (layers("transformer_engine", "fp32"), "transformer_engine", "TF32"),
-        (layers("auto", zero={"stage": 2}), "local", "DeepSpeed"),
-        (layers("transformer_engine", zero={"stage": 2}), "transformer_engine", "installed"),
+        (layers("auto", layout={"zero": {"stage": 2}}), "local", "DeepSpeed"),
+        (layers("transformer_engine", layout={"zero": {"stage": 2}}), "transformer_engine", "installed"),
     ],
     ids=lambda value: "" if isinstance(value, Recipe) else value,
 )
@@ -257,7 +257,7 @@ def test_exact_gelu_stays_exact_where_functions_are_fused(model: dict[str, Any])
     """Large weights show it: at their initial size all activations are near 0, where the tanh approximation is too."""
 
     def values(compiled: bool) -> torch.Tensor:
-        module = built(tiny(model=model, train={"torch_compile": compiled})).module.eval()
+        module = built(tiny(model=model, layout={"torch_compile": compiled})).module.eval()
         random = torch.Generator().manual_seed(3)
         with torch.no_grad():
             for parameter in module.parameters():
@@ -270,7 +270,7 @@ def test_exact_gelu_stays_exact_where_functions_are_fused(model: dict[str, Any])
 
 def test_pipeline_stages_free_what_they_have_sent_and_wait_for_nothing() -> None:
     def config(**parallelism: int) -> Any:
-        made = tiny(model={"num_layers": 4}, parallelism=parallelism)
+        made = tiny(model={"num_layers": 4}, layout=parallelism)
         plan = derive(made, parallelism.get("pipeline_model_parallel_size", 1), ROOMY)
         return transformer_config(plan, on_gpu=False, transformer_engine=False)
 
@@ -294,9 +294,9 @@ def test_recomputation_changes_no_number(changes: dict[str, Any]) -> None:
     """With dropout, so that a recomputed layer has to drop what it dropped the first time."""
     model = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
-    def curve(train: dict[str, Any]) -> list[tuple[float, float | None]]:
+    def curve(layout: dict[str, Any]) -> list[tuple[float, float | None]]:
         tensor_parallel.model_parallel_cuda_manual_seed(11, force_reset_rng=True)
-        engine = engine_of(tiny(model=model, train=train))
+        engine = engine_of(tiny(model=model, layout=layout))
         return [(result.loss, result.grad_norm) for result in steps(engine, 3)]
 
     plain = curve({})
@@ -331,14 +331,14 @@ def test_a_feature_that_needs_a_compiler_is_off_without_one_and_the_run_says_so(
 ) -> None:
     llama = {"activation_func": "silu", "gated_linear_unit": True}
     monkeypatch.setenv("CXX", "no-such-compiler")
-    made = built(tiny(model=llama, train={"torch_compile": True}))
+    made = built(tiny(model=llama, layout={"torch_compile": True}))
     assert not made.config.bias_activation_fusion
-    assert "speed.bias_activation_fusion" in made.reason and "no-such-compiler" in made.reason
-    with refused("speed.bias_activation_fusion", rule="no-such-compiler"):
-        built(tiny(model=llama, speed={"bias_activation_fusion": True}))
+    assert "layout.bias_activation_fusion" in made.reason and "no-such-compiler" in made.reason
+    with refused("layout.bias_activation_fusion", rule="no-such-compiler"):
+        built(tiny(model=llama, layout={"bias_activation_fusion": True}))
 
 
 def test_a_variable_that_contradicts_the_attention_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
-    with refused("NVTE_FLASH_ATTN", rule="speed.attention_backend"):
+    with refused("NVTE_FLASH_ATTN", rule="layout.attention_backend"):
         built(tiny())

@@ -191,8 +191,9 @@ def randomised(model: dict[str, Any]) -> RecipeModel:
     """Our model; its norms, biases and expert biases are random too."""
     sections = {
         "model": model,
-        "train": {"train_iters": 1, "micro_batch_size": 2, "global_batch_size": 2, "precision": "fp32"},
+        "train": {"train_iters": 1, "global_batch_size": 2, "precision": "fp32"},
         "optimizer": {"lr": 1e-3},
+        "layout": {"micro_batch_size": 2},
     }
     recipe = Recipe.model_validate({"name": "hf", **sections})
     module = build(derive(recipe, 1, ROOMY), select()).module

@@ -87,7 +87,7 @@ def test_every_model_is_megatron_cores_gpt(name: str) -> None:
 
 def test_a_pattern_has_two_symbols_a_layer_and_says_where_stages_end() -> None:
     def pattern(degrees: dict[str, Any], **model: Any) -> str:
-        return layer_pattern(make({"model": {"num_layers": 4, **model}, "parallelism": degrees}))
+        return layer_pattern(make({"model": {"num_layers": 4, **model}, "layout": degrees}))
 
     assert pattern({}) == "*-*-*-*-"
     assert pattern({"pipeline_model_parallel_size": 2}) == "*-*-|*-*-"

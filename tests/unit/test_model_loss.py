@@ -53,8 +53,8 @@ def require_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 def chunked(tokens: int | None, **sections: Any) -> RecipeModel:
-    train = {**sections.pop("train", {}), "loss_chunk_tokens": tokens}
-    return built(tiny(train=train, **sections)).module
+    layout = {**sections.pop("layout", {}), "loss_chunk_tokens": tokens}
+    return built(tiny(layout=layout, **sections)).module
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -157,7 +157,7 @@ def test_a_chunk_takes_the_bytes_per_logit_that_are_planned(dtype: torch.dtype, 
 
 def test_training_in_chunks_is_training() -> None:
     expected, found = (
-        [step.loss for step in steps(engine_of(tiny(train={"loss_chunk_tokens": tokens})), 4)] for tokens in (0, 48)
+        [step.loss for step in steps(engine_of(tiny(layout={"loss_chunk_tokens": tokens})), 4)] for tokens in (0, 48)
     )
     assert found == pytest.approx(expected, rel=1e-5)
 
@@ -175,7 +175,7 @@ def test_scores_and_likeliest_tokens_are_those_of_all_logits(sections: dict[str,
     rows = batch()[0]
     model = {**sections.get("model", {}), "vocab_size": 500}  # padded to 512
     whole, found = (
-        engine_of(tiny(model=model, train={"loss_chunk_tokens": tokens})).scorer().score(rows % 500)
+        engine_of(tiny(model=model, layout={"loss_chunk_tokens": tokens})).scorer().score(rows % 500)
         for tokens in (0, 48)
     )
     assert torch.equal(found.greedy, whole.greedy)
@@ -200,7 +200,7 @@ def test_a_rank_without_a_compiler_computes_in_chunks_what_was_planned_at_once()
     gpu = DetectedGpu("NVIDIA H100", 79 * GIB, 79 * GIB, None)
     plan = derive(load("gpt-125m", []).recipe, 1, replace(ROOMY, gpus=(gpu,)))
     assert [loss_chunk_tokens(plan, compiled=compiled) for compiled in (True, False)] == [0, 4096]
-    whole = derive(load("gpt-125m", ["train.loss_chunk_tokens=0"]).recipe, 1, replace(ROOMY, gpus=(gpu,)))
+    whole = derive(load("gpt-125m", ["layout.loss_chunk_tokens=0"]).recipe, 1, replace(ROOMY, gpus=(gpu,)))
     assert loss_chunk_tokens(whole, compiled=False) == 0
 
 
@@ -257,7 +257,7 @@ def test_the_validation_loss_has_no_z_loss() -> None:
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("other", ["train.loss_chunk_tokens=0", "zero={stage: 3}"])
+@pytest.mark.parametrize("other", ["layout.loss_chunk_tokens=0", "layout.zero={stage: 3}"])
 def test_a_z_loss_without_chunks_is_refused(other: str) -> None:
     with refused("train.z_loss_coeff"):
         load("gpt-tiny", ["train.z_loss_coeff=1e-4", other])

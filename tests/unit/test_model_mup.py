@@ -20,7 +20,7 @@ from llmrecipes.plan.plan_table import rows
 from llmrecipes.plan.run_plan import derive_run
 from llmrecipes.recipe.derived.shape import mup
 from llmrecipes.recipe.rules.recipe_rules import check
-from llmrecipes.recipe.schema import Parallelism, Recipe
+from llmrecipes.recipe.schema import LayoutKeys, Recipe
 from tests.helpers import LLAMA, ROOMY, engine_of, steps, tiny
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -142,8 +142,8 @@ def test_logits_of_generation_are_those_of_training() -> None:
 
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_resumed_run_keeps_its_groups(sharded: bool, tmp_path: Path) -> None:
-    parallelism = Parallelism(use_distributed_optimizer=sharded)
-    with running(recipe().model_copy(update={"parallelism": parallelism})) as engine:
+    parallelism = LayoutKeys(use_distributed_optimizer=sharded)
+    with running(recipe().model_copy(update={"layout": parallelism})) as engine:
         steps(engine, 1)
         before = kept(engine)
         store = CheckpointStore(tmp_path)

@@ -79,16 +79,16 @@ def test_sinks_start_as_weights_do_and_are_counted() -> None:
 
 def test_only_transformer_engine_has_sinks_on_a_gpu() -> None:
     def recipe(impl: str, kind: str | None = None, ranks: int = 1) -> Recipe:
-        sections: dict[str, Any] = {"parallelism": {"context_parallel_size": ranks}, "train": {"precision": "bf16"}}
+        sections: dict[str, Any] = {"layout": {"context_parallel_size": ranks}, "train": {"precision": "bf16"}}
         made = tiny(model={"softmax_type": "learnable", "transformer_impl": impl}, **sections)
-        return made.model_copy(update={"speed": made.speed.model_copy(update={"cp_comm_type": kind})})
+        return made.with_layout(cp_comm_type=kind)
 
     derive(recipe("auto"), 1, GPUS)
     derive(recipe("local"), 1, ROOMY)
     with refused("model.softmax_type", rule="model.transformer_impl"):
         derive(recipe("local"), 1, GPUS)
     for kind in (None, "all_gather"):
-        with refused("speed.cp_comm_type", rule="a2a"):
+        with refused("layout.cp_comm_type", rule="a2a"):
             derive(recipe("auto", kind, 2), 2, GPUS)
     derive(recipe("auto", "a2a", 2), 2, GPUS)
 

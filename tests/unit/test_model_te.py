@@ -72,7 +72,7 @@ def test_packed_conversations_are_one_sequence_with_boundaries(printed: dict[str
 
 
 def test_linear_layers_communicate_through_user_buffers(printed: dict[str, Any]) -> None:
-    """As `speed.tp_comm_overlap` and its parts say; without a GPU there are none to create."""
+    """As `layout.tp_comm_overlap` and its parts say; without a GPU there are none to create."""
     column = {"ub_bulk_wgrad": False, "ub_bulk_dgrad": True, "ub_overlap_ag": True, "ub_overlap_rs_dgrad": False}
     row = {"ub_overlap_ag": True, "ub_overlap_rs": True}
     assert printed["hidden communication"] == {
@@ -82,7 +82,7 @@ def test_linear_layers_communicate_through_user_buffers(printed: dict[str, Any])
             "linear_fc1": {**column, "ub_name": "fc1"},
             "linear_fc2": {**row, "ub_name": "fc2"},
         },
-        "refused": "speed.tp_comm_overlap",
+        "refused": "layout.tp_comm_overlap",
     }
 
 
@@ -119,7 +119,7 @@ def test_no_checkpoint_has_what_transformer_engine_pickles(printed: dict[str, An
 def test_layers_are_recorded_once_after_the_first_steps_and_deleted_at_the_end(printed: dict[str, Any]) -> None:
     """Without hooks meanwhile, which TransformerEngine refuses; the layers gather their parameters themselves."""
     recorded = printed["recorded"]
-    assert recorded.pop("refused") == "speed.cuda_graph_impl"  # NCCL registers buffers that the allocator moves
+    assert recorded.pop("refused") == "layout.cuda_graph_impl"  # NCCL registers buffers that the allocator moves
     for each in recorded.values():
         (call,) = each["recorded"]
         assert call["inputs"] == [[64, 2, 64]] * call["layers"] and call["fp8"] is False

@@ -96,14 +96,14 @@ def test_only_tokens_before_a_token_are_in_its_window(window: Any) -> None:
 
 def test_transformer_engines_ring_has_no_windows() -> None:
     sections: dict[str, Any] = {
-        "parallelism": {"context_parallel_size": 2},
-        "train": {"precision": "bf16", "micro_batch_size": 1, "global_batch_size": 8},
+        "layout": {"context_parallel_size": 2, "micro_batch_size": 1},
+        "train": {"precision": "bf16", "global_batch_size": 8},
     }
     recipe = tiny(model={"window_size": [3, 0]}, **sections)
-    with refused("speed.cp_comm_type", rule="all_gather"):
+    with refused("layout.cp_comm_type", rule="all_gather"):
         derive(recipe, 2, GPUS)
     for kind in ("a2a", "all_gather"):
-        derive(recipe.model_copy(update={"speed": recipe.speed.model_copy(update={"cp_comm_type": kind})}), 2, GPUS)
+        derive(recipe.model_copy(update={"layout": recipe.layout.model_copy(update={"cp_comm_type": kind})}), 2, GPUS)
     derive(tiny(model={"window_size": [3, 0], "transformer_impl": "local"}, **sections), 2, GPUS)
     derive(tiny(**sections), 2, GPUS)
 

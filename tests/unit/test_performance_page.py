@@ -12,7 +12,7 @@ from megatron.core.parallel_state import initialize_model_parallel
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from llmrecipes.recipe.reading.keys import keys
-from llmrecipes.recipe.speedups.features import FEATURES
+from llmrecipes.recipe.speedups.features import FEATURES, key_of
 from tests.helpers import ROOT
 
 ROW = re.compile(r"^\| `([A-Za-z]+|initialize_model_parallel)\.(\w+)` \| (?:`([\w.]+)`|none) \|", re.MULTILINE)
@@ -53,6 +53,6 @@ def test_the_page_has_every_feature() -> None:
     table = dict(ROWS)
     for name, feature in FEATURES.items():
         if feature.field:
-            assert table[feature.field] == f"speed.{name}"
+            assert table[feature.field] == key_of(name)
         else:
-            assert f"`speed.{name}`" in PAGE
+            assert f"`{key_of(name)}`" in PAGE

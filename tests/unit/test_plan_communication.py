@@ -24,10 +24,10 @@ MIB = 1 << 20
 GRADIENTS = Members("data", 16, 1, 120)
 TENSOR = Members("tensor", 8, 8, 7)
 WIDE_EXPERTS = (
-    "parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true",
-    "parallelism.expert_model_parallel_size=64", "parallelism.virtual_pipeline_model_parallel_size=null",
-    "parallelism.pipeline_model_parallel_layout=null", "parallelism.num_layers_in_first_pipeline_stage=4",
-    "parallelism.num_layers_in_last_pipeline_stage=1",
+    "layout.tensor_model_parallel_size=2", "layout.sequence_parallel=true",
+    "layout.expert_model_parallel_size=64", "layout.virtual_pipeline_model_parallel_size=null",
+    "layout.pipeline_model_parallel_layout=null", "layout.num_layers_in_first_pipeline_stage=4",
+    "layout.num_layers_in_last_pipeline_stage=1",
 )  # fmt: skip
 
 
@@ -68,8 +68,14 @@ def test_every_call_of_a_step_has_a_group(recipe: str, changes: tuple[str, ...],
 )
 def test_a_step_of_the_default_types_sends_what_the_documentation_says(engine: str, stage: int, sent: float) -> None:
     """In sizes of the model's fp32 gradients; weights are bf16. docs/reference/zero.md has the table."""
-    sharded = f"parallelism.use_distributed_optimizer={str(stage > 0).lower()}"
-    changes = (f"engine={engine}", f"zero.stage={stage}", sharded, "train.precision=bf16", "train.global_batch_size=64")
+    sharded = f"layout.use_distributed_optimizer={str(stage > 0).lower()}"
+    changes = (
+        f"layout.engine={engine}",
+        f"layout.zero.stage={stage}",
+        sharded,
+        "train.precision=bf16",
+        "train.global_batch_size=64",
+    )
     plan = planned("h100-ib", 1, "gpt-tiny", *ADAMW, *changes)
     assert plan.num_microbatches == 1
     share = (plan.layout.data_parallel_size - 1) / plan.layout.data_parallel_size
@@ -80,9 +86,9 @@ def test_a_step_of_the_default_types_sends_what_the_documentation_says(engine: s
 @pytest.mark.parametrize(
     ("changes", "times", "width"),
     [
-        (("engine=megatron",), 1, 4),
-        (("engine=deepspeed", "zero.stage=1"), 4, 2),
-        (("engine=deepspeed", "zero.stage=3"), 4, 2),
+        (("layout.engine=megatron",), 1, 4),
+        (("layout.engine=deepspeed", "layout.zero.stage=1"), 4, 2),
+        (("layout.engine=deepspeed", "layout.zero.stage=3"), 4, 2),
     ],
 )
 @pytest.mark.parametrize("sequence_parallel", [True, False])
@@ -90,8 +96,8 @@ def test_gradients_of_what_tensor_ranks_share_are_summed_as_often_as_by_the_engi
     changes: tuple[str, ...], times: int, width: int, sequence_parallel: bool
 ) -> None:
     """Once a step and in fp32 by megatron-core; before ZeRO reduces them, in each micro-batch, with DeepSpeed."""
-    shape = ("parallelism.tensor_model_parallel_size=2", "train.global_batch_size=16", "train.micro_batch_size=1")
-    kept = (f"parallelism.sequence_parallel={str(sequence_parallel).lower()}", "train.precision=bf16")
+    shape = ("layout.tensor_model_parallel_size=2", "train.global_batch_size=16", "layout.micro_batch_size=1")
+    kept = (f"layout.sequence_parallel={str(sequence_parallel).lower()}", "train.precision=bf16")
     plan = planned("h100-ib", 1, "gpt-tiny", *ADAMW, *shape, *kept, *changes)
     assert plan.num_microbatches == 4 and plan.recipe.model.qk_layernorm
     model = plan.recipe.model

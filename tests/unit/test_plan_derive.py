@@ -147,7 +147,10 @@ def test_shipped_recipes_fit_where_they_are_meant_to_run(name: str) -> None:
     assert run.fits
     assert plan.shape.vocab_size >= shipped.model.vocab_size
     train = plan.recipe.train
-    assert plan.layout.data_parallel_size * plan.num_microbatches * train.micro_batch_size == train.global_batch_size
+    assert (
+        plan.layout.data_parallel_size * plan.num_microbatches * plan.recipe.layout.micro_batch_size
+        == train.global_batch_size
+    )
     if size is not None:
         # deepseek-v3's source counts its model without the layer for multi-token prediction.
         assert plan.num_parameters.total - plan.num_parameters.mtp == pytest.approx(size, rel=0.015)
@@ -156,20 +159,20 @@ def test_shipped_recipes_fit_where_they_are_meant_to_run(name: str) -> None:
         assert run.total_tokens == pytest.approx(int(told[1]) * 1e9, rel=0.02)
     if nodes > 1 and cluster != "laptop":
         fewer = machine(profile, nodes // 2)
-        parallel, ranks = shipped.parallelism, nodes // 2 * profile.ranks_per_node
+        parallel, ranks = shipped.layout, nodes // 2 * profile.ranks_per_node
         experts = parallel.expert_model_parallel_size * parallel.pipeline_model_parallel_size > ranks
-        key = "parallelism" if least_ranks(shipped) > ranks else f"recipe {name}"
-        with refused("parallelism.expert_model_parallel_size" if experts else key):
+        key = "layout" if least_ranks(shipped) > ranks else f"recipe {name}"
+        with refused("layout.expert_model_parallel_size" if experts else key):
             check_run(derive_run(shipped, ranks, fewer), fewer)
 
 
-FOUR_STAGES = ("parallelism.pipeline_model_parallel_size=4", "parallelism.tensor_model_parallel_size=2")
+FOUR_STAGES = ("layout.pipeline_model_parallel_size=4", "layout.tensor_model_parallel_size=2")
 RECOMPUTED = (
-    "train.recompute_granularity=full", "train.recompute_method=uniform", "train.recompute_num_layers=1",
+    "layout.recompute_granularity=full", "layout.recompute_method=uniform", "layout.recompute_num_layers=1",
 )  # fmt: skip
 SHORT_ENDS = (
-    "parallelism.num_layers_in_first_pipeline_stage=2", "parallelism.num_layers_in_last_pipeline_stage=2",
-    "train.loss_chunk_tokens=256",
+    "layout.num_layers_in_first_pipeline_stage=2", "layout.num_layers_in_last_pipeline_stage=2",
+    "layout.loss_chunk_tokens=256",
 )  # fmt: skip
 FROZEN = "train.freeze=['decoder.layers.[2-9].*', 'decoder.layers.1[01].*']"  # of the second stage
 
@@ -185,7 +188,7 @@ FROZEN = "train.freeze=['decoder.layers.[2-9].*', 'decoder.layers.1[01].*']"  # 
 )
 def test_stages_that_are_like_an_earlier_one_do_not_decide(name: str, changes: tuple[str, ...]) -> None:
     changed = recipe(name, *changes)
-    ranks = 8 * smallest_world(changed.parallelism)
+    ranks = 8 * smallest_world(changed.layout)
     placed, s = layout(changed, ranks, gpus(ranks)), shape(changed.model)
     stages = range(placed.pipeline_model_parallel_size)
     each = [of_stage(changed, s, placed, 64, stage, "cuda") for stage in stages]
@@ -199,7 +202,7 @@ def test_stages_that_are_like_an_earlier_one_do_not_decide(name: str, changes: t
 @pytest.mark.parametrize("name", ["llama3-405b", "deepseek-v3", "gpt-125m"])
 def test_every_number_of_a_plan(name: str, golden: Callable[[str, Any], None]) -> None:
     shipped = recipe(name)
-    cluster = gpus(max(8, smallest_world(shipped.parallelism)))
+    cluster = gpus(max(8, smallest_world(shipped.layout)))
     golden(f"plan-{name}.json", derive(shipped, default_world_size(shipped, cluster), cluster).as_dict())
 
 
@@ -220,14 +223,14 @@ def test_a_plan_derives_the_shape_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_batch_arithmetic() -> None:
-    plan = derive(recipe("gpt-125m", "train.global_batch_size=96", "train.micro_batch_size=4"), 8, NODE)
+    plan = derive(recipe("gpt-125m", "train.global_batch_size=96", "layout.micro_batch_size=4"), 8, NODE)
     assert (plan.layout.data_parallel_size, plan.num_microbatches) == (8, 3)
     assert (plan.tokens_per_step, plan.total_tokens) == (96 * 1024, 96 * 1024 * 19000)
 
 
 def test_a_batch_that_does_not_divide_names_what_does() -> None:
     with refused("train.global_batch_size", rule=("16", "4", "3", "= 12")) as caught:
-        derive(recipe("gpt-tiny", "train.micro_batch_size=4", "train.global_batch_size=16"), 3, LAPTOP)
+        derive(recipe("gpt-tiny", "layout.micro_batch_size=4", "train.global_batch_size=16"), 3, LAPTOP)
     assert caught.value.fix == "global_batch_size 12 or 24, or 2 data-parallel ranks"
 
 
@@ -250,9 +253,7 @@ def test_more_ranks_than_gpus_are_refused() -> None:
     [("fp32", True, 4, 4, 8), ("fp32", False, 4, 4, 8), ("bf16", True, 2, 4, 12), ("fp16", False, 2, 2, 12)],
 )
 def test_bytes_of_a_parameter(precision: str, fp32_reduce: bool, weights: int, gradients: int, optimizer: int) -> None:
-    changed = recipe(
-        "gpt-125m", f"train.precision={precision}", f"parallelism.grad_reduce_in_fp32={fp32_reduce}".lower()
-    )
+    changed = recipe("gpt-125m", f"train.precision={precision}", f"train.grad_reduce_in_fp32={fp32_reduce}".lower())
     n = count(changed.model, shape(changed.model))
     memory = memory_of(changed)
     assert (memory.weights, memory.gradients, memory.optimizer) == (
@@ -262,7 +263,7 @@ def test_bytes_of_a_parameter(precision: str, fp32_reduce: bool, weights: int, g
 
 
 def test_without_the_distributed_optimizer_every_rank_keeps_all_of_its_state() -> None:
-    changed = recipe("gpt-125m", "parallelism.use_distributed_optimizer=false")
+    changed = recipe("gpt-125m", "layout.use_distributed_optimizer=false")
     assert memory_of(changed, ranks=8).optimizer == 12 * count(changed.model, shape(changed.model)).total
 
 
@@ -270,7 +271,7 @@ def test_activations_agree_with_the_published_formula() -> None:
     layers = {}
     for number in (1, 2):
         changed = recipe(
-            "gpt-125m", f"model.num_layers={number}", "model.hidden_dropout=0.1", "train.micro_batch_size=2"
+            "gpt-125m", f"model.num_layers={number}", "model.hidden_dropout=0.1", "layout.micro_batch_size=2"
         )
         layers[number] = memory_of(changed).activations
     s, b, h, heads = 1024, 2, 768, 12
@@ -284,47 +285,47 @@ def test_recomputation_and_smaller_batches_need_less() -> None:
         changed = recipe("gpt-1b", *overrides)
         return memory_of(changed, device=device).activations
 
-    full = ("train.recompute_granularity=full", "train.recompute_num_layers=1")
+    full = ("layout.recompute_granularity=full", "layout.recompute_num_layers=1")
     nothing = activations()
-    assert activations("train.recompute_granularity=selective") == nothing, "the kernel keeps no scores"
+    assert activations("layout.recompute_granularity=selective") == nothing, "the kernel keeps no scores"
     scores = "model.attention_dropout=0.1"
-    selective = activations("train.recompute_granularity=selective", scores, device="cpu")
-    uniform = activations(*full, "train.recompute_method=uniform")
-    block = activations(*full, "train.recompute_method=block")
+    selective = activations("layout.recompute_granularity=selective", scores, device="cpu")
+    uniform = activations(*full, "layout.recompute_method=uniform")
+    block = activations(*full, "layout.recompute_method=block")
     assert uniform < nothing / 10
     assert selective < activations(scores, device="cpu")
     assert uniform < block <= nothing
     # The tables of rotary positions are the same for all sequences.
-    assert activations("train.micro_batch_size=4") == pytest.approx(nothing / 2, rel=0.002)
+    assert activations("layout.micro_batch_size=4") == pytest.approx(nothing / 2, rel=0.002)
 
 
 def test_auto_recomputes_the_least_that_leaves_headroom() -> None:
     """On machines from one where everything is kept down to one where nothing fits."""
     for name, nodes in (("llama3-8b", 1), ("llama3-70b", 4), ("deepseek-v3", 128)):
-        of_type = recipe(name, "train.recompute_granularity=auto")
+        of_type = recipe(name, "layout.recompute_granularity=auto")
         before, memory = 0.0, 1 << 60
         kinds = set()
         for gib in (400, 140, 100, 80, 64, 48, 40, 24, 8):
             gpu = replace(GPU, memory_bytes=gib * GIB, memory_free_bytes=gib * GIB)
             of_size = replace(LAPTOP, gpus=(gpu,) * 8 * nodes, nodes=nodes)
             plan = derive(of_type, 8 * nodes, of_size)
-            assert plan.recompute_auto and plan.recipe.train.recompute_granularity != "auto"
-            kinds.add((plan.recompute_granularity, plan.recipe.train.recompute_method))
+            assert plan.recompute_auto and plan.recipe.layout.recompute_granularity != "auto"
+            kinds.add((plan.recompute_granularity, plan.recipe.layout.recompute_method))
             work = recomputed(plan)
             assert work >= before and plan.memory.total <= memory, "less memory, more work"
             before, memory = work, plan.memory.total
             if work < 1:
                 assert plan.memory_headroom >= LEAST_HEADROOM
         assert (None, None) in kinds and ("full", "uniform") in kinds, name
-        less = recipe(name, "train.recompute_granularity=null")
+        less = recipe(name, "layout.recompute_granularity=null")
         assert derive(less, 8 * nodes, of_size).memory.total > memory
 
 
 def test_the_loss_is_in_chunks_where_its_logits_take_too_much() -> None:
     """Of a GPU, and only where the output weight's gradient in fp32 takes less."""
     auto, whole, of_64 = (
-        recipe("gpt-125m", "train.micro_batch_size=64", *keys)
-        for keys in ((), ("train.loss_chunk_tokens=0",), ("train.loss_chunk_tokens=64",))
+        recipe("gpt-125m", "layout.micro_batch_size=64", *keys)
+        for keys in ((), ("layout.loss_chunk_tokens=0",), ("layout.loss_chunk_tokens=64",))
     )
     plans = [derive(each, 8, NODE) for each in (auto, whole, of_64)]
     assert [plan.loss_chunk_tokens for plan in plans] == [4096, 0, 64]
@@ -335,14 +336,14 @@ def test_the_loss_is_in_chunks_where_its_logits_take_too_much() -> None:
     for name in names():
         if "tiny" in name:
             cpu = recipe(name)
-            stages = derive_run(cpu, smallest_world(cpu.parallelism), ROOMY).stages
+            stages = derive_run(cpu, smallest_world(cpu.layout), ROOMY).stages
             chosen = {plan.loss_chunk_tokens for plan in stages}
-            assert chosen == {cpu.train.loss_chunk_tokens or 0}, "recipes for CPUs stay as they are"
+            assert chosen == {cpu.layout.loss_chunk_tokens or 0}, "recipes for CPUs stay as they are"
     small = replace(NODE, gpus=tuple(replace(gpu, memory_bytes=8 * GIB) for gpu in NODE.gpus))
     nodes = replace(small, gpus=small.gpus * 4, nodes=4)
     assert derive(recipe("llama3-70b"), 32, nodes).loss_chunk_tokens == 0, "its logits take less than the gradient"
-    with refused("train.loss_chunk_tokens", rule="ZeRO 3"):
-        recipe("gpt-1b", "layout=zero3", "train.loss_chunk_tokens=64")
+    with refused("layout.loss_chunk_tokens", rule="ZeRO 3"):
+        recipe("gpt-1b", "layout=zero3", "layout.loss_chunk_tokens=64")
 
 
 def recomputed(plan: Plan) -> float:
@@ -407,7 +408,7 @@ def test_a_checkpoint_has_weights_and_fp32_state(precision: str, bytes_a_paramet
 
 
 def test_ranks_share_the_memory_of_a_machine_without_gpus() -> None:
-    changed = recipe("gpt-tiny", "train.micro_batch_size=4")
+    changed = recipe("gpt-tiny", "layout.micro_batch_size=4")
     assert derive(changed, 4, LAPTOP).memory_capacity_bytes == 3 * GIB
     busy = replace(GPU, memory_free_bytes=GIB)
     assert derive(recipe("gpt-125m"), 2, replace(NODE, gpus=(GPU, busy))).memory_capacity_bytes == GIB
@@ -415,15 +416,13 @@ def test_ranks_share_the_memory_of_a_machine_without_gpus() -> None:
 
 def test_experts_split_otherwise_than_dense_layers_need_expert_parallelism() -> None:
     # With EP 1 megatron-core leaves the tensor-parallel ranks out of the experts' reduction.
-    layers = ("parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true")
-    split = recipe(
-        "moe-tiny", *layers, "parallelism.expert_model_parallel_size=1", "parallelism.expert_tensor_parallel_size=1"
-    )
-    with refused("parallelism.expert_model_parallel_size", rule="expert_model_parallel_size 1") as caught:
+    layers = ("layout.tensor_model_parallel_size=2", "layout.sequence_parallel=true")
+    split = recipe("moe-tiny", *layers, "layout.expert_model_parallel_size=1", "layout.expert_tensor_parallel_size=1")
+    with refused("layout.expert_model_parallel_size", rule="expert_model_parallel_size 1") as caught:
         derive(split, 2, gpus(2))
     assert "expert_model_parallel_size 2" in caught.value.fix
     together = recipe(
-        "moe-tiny", *layers, "parallelism.expert_model_parallel_size=2", "parallelism.expert_tensor_parallel_size=1"
+        "moe-tiny", *layers, "layout.expert_model_parallel_size=2", "layout.expert_tensor_parallel_size=1"
     )
     assert derive(together, 2, gpus(2)).layout.expert_model_parallel_size == 2
 
@@ -433,25 +432,25 @@ def test_experts_split_otherwise_than_dense_layers_need_expert_parallelism() -> 
     [
         ((), 2),  # the softmax in 16 bits
         (("model.attention_dropout=0.1",), 2 + 1 + 2),  # the mask, and the product with it
-        (("train.micro_batch_size=2", "parallelism.tensor_model_parallel_size=16"), 4 + 2),  # two matrices: no kernel
+        (("layout.micro_batch_size=2", "layout.tensor_model_parallel_size=16"), 4 + 2),  # two matrices: no kernel
         (("model.seq_length=16384", "model.max_position_embeddings=16384"), 4 + 2),
         (("train.precision=fp32",), 4),
     ],
 )
 def test_unfused_attention_keeps_the_scores(overrides: tuple[str, ...], a_key: int) -> None:
     """TransformerEngine's UnfusedDotProductAttention: of each head's rows all keys, instead of a log-sum-exp."""
-    shared = ["train.micro_batch_size=4", "train.recompute_granularity=null", *overrides]
-    ranks = 16 if "parallelism.tensor_model_parallel_size=16" in overrides else 1
-    changed = recipe("gpt-1b", *shared, "speed.attention_backend=unfused")
+    shared = ["layout.micro_batch_size=4", "layout.recompute_granularity=null", *overrides]
+    ranks = 16 if "layout.tensor_model_parallel_size=16" in overrides else 1
+    changed = recipe("gpt-1b", *shared, "layout.attention_backend=unfused")
     model, layers = changed.model, changed.model.num_layers
-    rows = changed.train.micro_batch_size * model.seq_length * model.num_attention_heads // ranks
+    rows = changed.layout.micro_batch_size * model.seq_length * model.num_attention_heads // ranks
     more = memory_of(changed, ranks).activations - memory_of(recipe("gpt-1b", *shared), ranks).activations
     assert more == pytest.approx(layers * rows * (a_key * model.seq_length - 4), rel=1e-6)
 
 
 def test_unfused_attention_is_worth_recomputing() -> None:
-    selective = "train.recompute_granularity=selective"
+    selective = "layout.recompute_granularity=selective"
     assert derive(recipe("gpt-1b", selective), 1, gpus(1)).recompute_modules == ()
-    changed = recipe("gpt-1b", selective, "speed.attention_backend=unfused")
+    changed = recipe("gpt-1b", selective, "layout.attention_backend=unfused")
     assert derive(changed, 1, gpus(1)).recompute_modules == ("core_attn",)
-    assert memory_of(changed).activations < memory_of(recipe("gpt-1b", "speed.attention_backend=unfused")).activations
+    assert memory_of(changed).activations < memory_of(recipe("gpt-1b", "layout.attention_backend=unfused")).activations

@@ -28,7 +28,7 @@ NODE = Cluster(
 
 
 def elastic(least: int, most: int, **sections: dict[str, Any]) -> Any:
-    train = {"elastic": [least, most], "global_batch_size": 24, "micro_batch_size": 2, **sections.pop("train", {})}
+    train = {"elastic": [least, most], "global_batch_size": 24, **sections.pop("train", {})}
     return tiny("elastic", train=train, **sections)
 
 
@@ -37,14 +37,14 @@ def elastic(least: int, most: int, **sections: dict[str, Any]) -> Any:
     [
         (elastic(1, 8), (1, 2, 3, 4, 6)),
         (elastic(4, 100), (4, 6, 12)),
-        (elastic(1, 4, parallelism={"tensor_model_parallel_size": 2}), (2, 4, 6, 8)),
+        (elastic(1, 4, layout={"tensor_model_parallel_size": 2}), (2, 4, 6, 8)),
         # Virtual stages take micro-batches in groups of one for each stage.
         (
             elastic(
                 1,
                 4,
                 model={"num_layers": 4},
-                parallelism={"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+                layout={"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
             ),
             (2, 4, 6),
         ),
@@ -100,7 +100,7 @@ def test_a_start_with_those_nodes_that_come_is_refused(
 def test_what_would_not_fit_fewer_ranks_is_refused_before_the_run_starts() -> None:
     """Eight ranks share the optimizer state of seven billion parameters and fit GPUs of 60 GiB; four do not."""
     node = replace(NODE, gpus=(DetectedGpu("H100 60GB", 60 * GIB, 60 * GIB, 989.4),) * 8)
-    plain = "train.recompute_granularity=null"
+    plain = "layout.recompute_granularity=null"
     assert plan_run(load("gpt-7b", [plain, "train.elastic=[4,4]"]).recipe, node, 8).fits
     with refused("train.elastic", rule=("allows 4 ranks", "elastic [4, 4]")):
         plan_run(load("gpt-7b", [plain, "train.elastic=[1,4]"]).recipe, node, 8)

@@ -18,8 +18,8 @@ ORDER = [
     "allocator", "micro-batch", "recomputation", "sequence parallelism", "tensor parallelism", "pipeline parallelism",
     "distributed optimizer", "ZeRO", "offload",
 ]  # fmt: skip
-TIGHT = ("train.micro_batch_size=2", "train.recompute_granularity=null", "parallelism.use_distributed_optimizer=false",
-         "parallelism.overlap_param_gather=false")  # fmt: skip
+TIGHT = ("layout.micro_batch_size=2", "layout.recompute_granularity=null", "layout.use_distributed_optimizer=false",
+         "layout.overlap_param_gather=false")  # fmt: skip
 
 
 def planned(name: str, *overrides: str, nodes: int = 1) -> Plan:
@@ -53,15 +53,15 @@ def test_each_rung_of_llama3_8b_on_a_node_is_what_the_plan_of_its_change_says() 
 
 
 def test_sequence_parallelism_is_a_rung_of_tensor_parallel_ranks() -> None:
-    wide = ("parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=false")
+    wide = ("layout.tensor_model_parallel_size=2", "layout.sequence_parallel=false")
     rung = rungs(planned("llama3-8b", *TIGHT, *wide))["sequence parallelism"]
-    assert rung.change == "parallelism.sequence_parallel=true"
+    assert rung.change == "layout.sequence_parallel=true"
     assert rungs(planned("llama3-8b"))["sequence parallelism"].change == ""
 
 
 def test_what_the_recipe_has_and_what_a_rule_forbids_is_said_and_not_advised() -> None:
     made = rungs(planned("llama3-70b", nodes=16))
-    assert made["recomputation"].change.startswith("train.recompute_granularity=full"), "auto chose less, which fitted"
+    assert made["recomputation"].change.startswith("layout.recompute_granularity=full"), "auto chose less, which fitted"
     assert not made["distributed optimizer"].change
     assert not made["ZeRO"].change, "DeepSpeed has no pipelines"
     assert all(rung.note for rung in made.values() if not rung.change)
@@ -84,6 +84,6 @@ def test_a_machine_without_coefficients_has_memory_but_no_time() -> None:
 
 def test_a_refused_plan_has_the_ladder() -> None:
     plan = planned("llama3-8b", *TIGHT)
-    steps = ("train.micro_batch_size=1", "zero.stage=3", "zero.offload_optimizer=cpu")
+    steps = ("layout.micro_batch_size=1", "layout.zero.stage=3", "layout.zero.offload_optimizer=cpu")
     with refused("recipe llama3-8b", rule=steps):
         check(plan, plan.cluster)

@@ -44,7 +44,7 @@ ONE_STAGE: dict[str, Any] = {"pipeline_model_parallel_size": 1, "pipeline_model_
 
 def recipe(name: str, **parallelism: Any) -> Recipe:
     shown = {key: json.dumps(value) if value in (True, False, None) else value for key, value in parallelism.items()}
-    return load(name, [f"parallelism.{key}={value}" for key, value in shown.items()]).recipe
+    return load(name, [f"layout.{key}={value}" for key, value in shown.items()]).recipe
 
 
 @pytest.mark.parametrize(
@@ -139,43 +139,43 @@ def test_data_parallel_sizes(name: str, ranks: int, dense: int, experts: int) ->
     assert plan.layout.as_dict()["world_size"] == ranks
     assert "layers_per_stage" not in plan.layout.as_dict()
     shipped = recipe(name)
-    assert plan.num_microbatches * dense * shipped.train.micro_batch_size == shipped.train.global_batch_size
+    assert plan.num_microbatches * dense * shipped.layout.micro_batch_size == shipped.train.global_batch_size
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "ranks", "cluster", "where", "rule"),
     [
         (
-            "gpt-tiny-3d", {}, 6, LAPTOP, "parallelism",
+            "gpt-tiny-3d", {}, 6, LAPTOP, "layout",
             ("6", "tensor_model_parallel_size 2 × pipeline_model_parallel_size 2 = 4", "4 or 8"),
         ),
         (
-            "gpt-tiny", {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2}, 12, LAPTOP, "parallelism",
+            "gpt-tiny", {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2}, 12, LAPTOP, "layout",
             ("12", "8 or 16", "tensor_model_parallel_size 2"),
         ),
-        ("gpt-tiny", {"context_parallel_size": 2}, 3, LAPTOP, "parallelism", ("context_parallel_size 2", "2 or 4")),
+        ("gpt-tiny", {"context_parallel_size": 2}, 3, LAPTOP, "layout", ("context_parallel_size 2", "2 or 4")),
         (
-            "moe-tiny", {"expert_model_parallel_size": 4}, 2, LAPTOP, "parallelism.expert_model_parallel_size",
+            "moe-tiny", {"expert_model_parallel_size": 4}, 2, LAPTOP, "layout.expert_model_parallel_size",
             ("expert_model_parallel_size 4", "4"),
         ),
         (
             "moe-tiny", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, 4, LAPTOP,
-            "parallelism.expert_tensor_parallel_size",
+            "layout.expert_tensor_parallel_size",
             ("expert_tensor_parallel_size 2", "tensor_model_parallel_size", "expert_tensor_parallel_size 1"),
         ),
         (
             "moe-tiny", {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1,
                          "expert_model_parallel_size": 1}, 2, LAPTOP,
-            "parallelism.expert_model_parallel_size",
+            "layout.expert_model_parallel_size",
             ("expert_tensor_parallel_size 1", "expert_model_parallel_size 2", "expert_tensor_parallel_size 2"),
         ),
-        ("llama3-405b", {}, 128, gpus(8), "parallelism", ("128", "8")),
+        ("llama3-405b", {}, 128, gpus(8), "layout", ("128", "8")),
         (
-            "llama3-405b", {}, 128, gpus(4), "parallelism.tensor_model_parallel_size",
+            "llama3-405b", {}, 128, gpus(4), "layout.tensor_model_parallel_size",
             ("8", "4", "tensor_model_parallel_size 4"),
         ),
         (
-            "gpt-7b", {"tensor_model_parallel_size": 4}, 8, gpus(6), "parallelism.tensor_model_parallel_size",
+            "gpt-7b", {"tensor_model_parallel_size": 4}, 8, gpus(6), "layout.tensor_model_parallel_size",
             ("4", "6", "tensor_model_parallel_size 3 or 6"),
         ),
         ("gpt-tiny-3d", {}, 0, LAPTOP, "--nproc", "0"),
@@ -210,11 +210,11 @@ def test_the_default_number_of_ranks() -> None:
 
 
 def test_ranks_of_experts_and_dense_layers_are_shared() -> None:
-    assert smallest_world(recipe("deepseek-v3", **SIXTEEN_STAGES).parallelism) == 16 * 64
-    assert smallest_world(recipe("deepseek-v3").parallelism) == 16 * 8
-    assert smallest_world(recipe("mixtral-8x7b").parallelism) == 4 * 8
+    assert smallest_world(recipe("deepseek-v3", **SIXTEEN_STAGES).layout) == 16 * 64
+    assert smallest_world(recipe("deepseek-v3").layout) == 16 * 8
+    assert smallest_world(recipe("mixtral-8x7b").layout) == 4 * 8
     wide = recipe("mixtral-8x7b", tensor_model_parallel_size=4, sequence_parallel=True, expert_tensor_parallel_size=1)
-    assert smallest_world(wide.parallelism) == 4 * 8
+    assert smallest_world(wide.layout) == 4 * 8
 
 
 def laid_out(changed: Recipe, ranks: int) -> Layout:
@@ -273,24 +273,24 @@ def test_activations_of_layouts_agree_with_the_published_factors() -> None:
         sizes = []
         for number in (24, 16):
             changed = load("gpt-tiny", [*shape, "train.precision=bf16", *changes, f"model.num_layers={number}"]).recipe
-            sizes.append(kept(changed, smallest_world(changed.parallelism)))
+            sizes.append(kept(changed, smallest_world(changed.layout)))
         return sizes[0] - sizes[1]
 
     def tp(size: int) -> str:
-        return f"parallelism.tensor_model_parallel_size={size}"
+        return f"layout.tensor_model_parallel_size={size}"
 
-    sp = "parallelism.sequence_parallel=true"
+    sp = "layout.sequence_parallel=true"
     s, b, h, heads = 1024, 8, 1024, 16
     log_sum_exp = 4 * heads * s * b
     # 34 s b h without the two dropout masks: 8 h are inputs of norms and of products, 24 h on heads and in the MLP.
     assert layers() == 8 * (s * b * h * (8 + 24) + log_sum_exp)
     assert layers(tp(4)) == 8 * (s * b * h * (8 + 24 / 4) + log_sum_exp / 4)
     assert layers(tp(4), sp) == layers() / 4
-    assert layers("parallelism.context_parallel_size=2") == layers() / 2
+    assert layers("layout.context_parallel_size=2") == layers() / 2
     # The first of p stages keeps p micro-batches of its share of the layers; with v chunks 1 + (p - 1) / (p v) as much.
-    stages = "parallelism.pipeline_model_parallel_size=4"
+    stages = "layout.pipeline_model_parallel_size=4"
     assert layers(stages) == layers()
-    interleaved = layers(stages, "parallelism.virtual_pipeline_model_parallel_size=2")
+    interleaved = layers(stages, "layout.virtual_pipeline_model_parallel_size=2")
     assert interleaved == pytest.approx(layers() * (1 + 3 / 8))
 
 
@@ -333,10 +333,10 @@ def test_latent_attention_over_tensor_parallel_ranks_needs_sequence_parallelism(
         name: Model.model_fields[name].default for name in document["model"] if name.startswith(("moe_", "mtp_"))
     }
     document["model"] |= {"num_moe_experts": None, "num_layers": 4}
-    document["parallelism"] = {"tensor_model_parallel_size": 2}
+    document["layout"] = {"tensor_model_parallel_size": 2}
     document["train"] |= {"global_batch_size": 64}
     made = Recipe.model_validate(document)
-    with refused("parallelism.sequence_parallel", rule="model.transformer_impl") if is_refused else nullcontext():
+    with refused("layout.sequence_parallel", rule="model.transformer_impl") if is_refused else nullcontext():
         layout(made, 2, machine)
-    shared = made.model_copy(update={"parallelism": made.parallelism.model_copy(update={"sequence_parallel": True})})
+    shared = made.model_copy(update={"layout": made.layout.model_copy(update={"sequence_parallel": True})})
     layout(shared, 2, machine)

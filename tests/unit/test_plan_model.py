@@ -72,7 +72,7 @@ MODELS: dict[str, dict[str, Any]] = {
         **LLAMA, **EXPERTS, **_again("shared_experts", "layernorm"), "moe_shared_expert_intermediate_size": 96,
     },
 }  # fmt: skip
-ON_TRAIN = ("precision", "recompute_granularity", "recompute_modules")
+ON_LAYOUT = ("recompute_granularity", "recompute_modules")
 
 
 def measure() -> Measured:
@@ -84,18 +84,19 @@ def measure() -> Measured:
     from llmrecipes.engine.core.world import join
     from llmrecipes.hardware.cluster import Cluster
     from llmrecipes.plan.derive import derive
-    from llmrecipes.recipe.schema import Parallelism, Recipe
+    from llmrecipes.recipe.schema import LayoutKeys, Recipe
 
     platform = select()
     platform.install()
     cpu = Cluster(gpus=(), cpu_cores=1, memory_bytes=1 << 40, memory_available_bytes=1 << 40, disk_free_bytes=1 << 40)
     found: Measured = {}
-    with join(platform, 1, Parallelism()):
+    with join(platform, 1, LayoutKeys()):
         for name, changes in MODELS.items():
-            of_model = {key: value for key, value in changes.items() if key not in ON_TRAIN}
-            of_train = {key: value for key, value in changes.items() if key not in of_model}
-            train = {"train_iters": 1, "micro_batch_size": 2, "global_batch_size": 2, "precision": "fp32", **of_train}
-            sections = {"model": {**BASE, **of_model}, "train": train, "optimizer": {"lr": 1e-3}}
+            of_model = dict(changes)
+            layout = {key: of_model.pop(key) for key in ON_LAYOUT if key in of_model} | {"micro_batch_size": 2}
+            precision = of_model.pop("precision", "fp32")
+            train = {"train_iters": 1, "global_batch_size": 2, "precision": precision}
+            sections = {"model": {**BASE, **of_model}, "train": train, "optimizer": {"lr": 1e-3}, "layout": layout}
             recipe = Recipe.model_validate({"name": "t", **sections})
             plan = derive(recipe, 1, cpu)
             built = build(plan, platform)

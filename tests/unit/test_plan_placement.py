@@ -14,20 +14,20 @@ from llmrecipes.recipe.load import load
 from tests.dist.worlds import GlooWorld
 from tests.refusals import require_message
 
-SMALL = "train.micro_batch_size=2"
+SMALL = "layout.micro_batch_size=2"
 LAYOUTS = [
     ("gpt-tiny-3d", 8, ()),
-    ("gpt-tiny-3d", 8, ("parallelism.context_parallel_size=2",)),
-    ("gpt-tiny", 8, ("parallelism.pipeline_model_parallel_size=2", "parallelism.context_parallel_size=2")),
-    ("gpt-tiny", 4, ("parallelism.pipeline_model_parallel_size=2",
-                     "parallelism.virtual_pipeline_model_parallel_size=2", "model.num_layers=4", SMALL)),
-    ("gpt-tiny", 2, ("parallelism.pipeline_model_parallel_size=2",
-                     "parallelism.num_layers_in_first_pipeline_stage=1")),
+    ("gpt-tiny-3d", 8, ("layout.context_parallel_size=2",)),
+    ("gpt-tiny", 8, ("layout.pipeline_model_parallel_size=2", "layout.context_parallel_size=2")),
+    ("gpt-tiny", 4, ("layout.pipeline_model_parallel_size=2",
+                     "layout.virtual_pipeline_model_parallel_size=2", "model.num_layers=4", SMALL)),
+    ("gpt-tiny", 2, ("layout.pipeline_model_parallel_size=2",
+                     "layout.num_layers_in_first_pipeline_stage=1")),
     ("moe-tiny", 4, (SMALL,)),
-    ("moe-tiny", 8, ("parallelism.pipeline_model_parallel_size=2", "parallelism.tensor_model_parallel_size=2",
-                     "parallelism.sequence_parallel=true", "parallelism.expert_tensor_parallel_size=1")),
-    ("moe-tiny", 8, ("parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true",
-                     "parallelism.expert_tensor_parallel_size=2", "parallelism.context_parallel_size=2")),
+    ("moe-tiny", 8, ("layout.pipeline_model_parallel_size=2", "layout.tensor_model_parallel_size=2",
+                     "layout.sequence_parallel=true", "layout.expert_tensor_parallel_size=1")),
+    ("moe-tiny", 8, ("layout.tensor_model_parallel_size=2", "layout.sequence_parallel=true",
+                     "layout.expert_tensor_parallel_size=2", "layout.context_parallel_size=2")),
     ("deepseek-v3", 1024, ()),
 ]  # fmt: skip
 IDS = [" ".join([name, str(ranks), *(text.split(".")[1] for text in changes)]) for name, ranks, changes in LAYOUTS]
@@ -63,7 +63,7 @@ def measure() -> list[dict[str, Any]]:
         theirs = {token: dense.get_ranks(token) for token in ("tp", "cp", "dp", "dp-cp", "pp")}
         theirs |= {"ep": experts.get_ranks("ep")}
         theirs |= {f"expert_{token}": experts.get_ranks(token) for token in ("tp", "dp")}
-        parallel = recipe.parallelism
+        parallel = recipe.layout
         chunks = parallel.virtual_pipeline_model_parallel_size
         written = parallel.pipeline_model_parallel_layout
         if written:
@@ -136,7 +136,7 @@ def covered(parts: Any) -> list[int]:
 
 
 def test_context_parallel_ranks_have_an_early_and_a_late_chunk() -> None:
-    _, ranks = placed("gpt-tiny-3d", 8, ("parallelism.context_parallel_size=2",))
+    _, ranks = placed("gpt-tiny-3d", 8, ("layout.context_parallel_size=2",))
     # 256 tokens in 4 chunks of 64; the residual stream of a rank's 128 tokens is on two tensor-parallel ranks.
     assert ranks[0].tokens == ranks[1].tokens == ((0, 64), (192, 256))
     assert ranks[2].tokens == ((64, 128), (128, 192))
@@ -166,4 +166,4 @@ def test_the_command_shows_one_slice_of_a_large_world(capsys: pytest.CaptureFixt
 
 def test_the_command_refuses_ranks_that_the_layout_does_not_divide(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["plan", "gpt-tiny-3d", "--placement", "--nproc", "6"]) == 2
-    require_message(capsys.readouterr().err, "parallelism", rule="6")
+    require_message(capsys.readouterr().err, "layout", rule="6")

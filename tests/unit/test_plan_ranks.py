@@ -92,8 +92,8 @@ def measure() -> Measured:
     )  # fmt: skip
     found: Measured = {}
     for name, (ranks, model, parallelism) in LAYOUTS.items():
-        train = {"train_iters": 1, "micro_batch_size": 1, "global_batch_size": 8, "precision": "fp32"}
-        sections = {"model": {**BASE, **model}, "parallelism": parallelism, "train": train, "optimizer": {"lr": 1e-3}}
+        train = {"train_iters": 1, "global_batch_size": 8, "precision": "fp32"}
+        sections = {"model": {**BASE, **model}, "layout": parallelism, "train": train, "optimizer": {"lr": 1e-3}}
         recipe = Recipe.model_validate({"name": "t", **sections})
         assert check(recipe) == [], name
         plan = derive(recipe, ranks, cpu)
@@ -102,7 +102,7 @@ def measure() -> Measured:
         for stage in range(stages):
             dist.init_process_group("fake", store=FakeStore(), rank=stage * ranks // stages, world_size=ranks)
             parallel_state.initialize_model_parallel(
-                **{degree: getattr(recipe.parallelism, degree) for degree in degrees},
+                **{degree: getattr(recipe.layout, degree) for degree in degrees},
                 order=RANK_ORDER,
                 create_gloo_process_groups=False,
             )

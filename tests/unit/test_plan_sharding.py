@@ -21,29 +21,33 @@ N = 24 * (4 * 2048**2 + 3 * 2048 * 5504 + 2 * 2048) + 50304 * 2048 + 2048
 """Parameters of gpt-1b with its padded vocabulary."""
 SMALL = 49 * 2048
 """Of them in weights that stage 3 keeps whole: norms."""
-PLAIN = ("parallelism.overlap_grad_reduce=false", "parallelism.overlap_param_gather=false")
+PLAIN = ("layout.overlap_grad_reduce=false", "layout.overlap_param_gather=false")
 BUCKET = 500_000_000
 EMBEDDING = 50304 * 2048
-EXACT = ("zero.stage3_max_live_parameters=0", "zero.stage3_max_reuse_distance=0", "zero.stage3_prefetch_bucket_size=0")
+EXACT = (
+    "layout.zero.stage3_max_live_parameters=0",
+    "layout.zero.stage3_max_reuse_distance=0",
+    "layout.zero.stage3_prefetch_bucket_size=0",
+)
 
 
 def plan(*overrides: str, machine: Cluster = NODE, ranks: int = 8) -> Plan:
     return derive(load("gpt-1b", [*PLAIN, *overrides]).recipe, ranks, machine)
 
 
-ZEROPP = ("zero.stage=3", "parallelism.grad_reduce_in_fp32=false", "train.precision=fp16")
+ZEROPP = ("layout.zero.stage=3", "train.grad_reduce_in_fp32=false", "train.precision=fp16")
 
 
 @pytest.mark.parametrize(
     ("overrides", "machine", "ranks", "key", "tokens"),
     [
-        (("zero.zero_quantized_weights=true",), LAPTOP, 2, "zero.zero_quantized_weights", "CPU"),
-        (("zero.zero_quantized_gradients=true",), LAPTOP, 2, "zero.zero_quantized_gradients", "CPU"),
-        (("zero.zero_quantized_gradients=true",), NODE, 8, "zero.zero_quantized_gradients", "16"),
-        (("zero.zero_quantized_gradients=true",), NODE.times(2), 8, "zero.zero_quantized_gradients", "16"),
-        (("zero.zero_hpz_partition_size=3",), NODE, 8, "zero.zero_hpz_partition_size", "2 or 4"),
-        (("zero.zero_hpz_partition_size=16",), NODE, 8, "zero.zero_hpz_partition_size", "8"),
-        (("zero.zero_hpz_partition_size=2",), LAPTOP, 1, "zero.zero_hpz_partition_size", "1"),
+        (("train.zero_quantized_weights=true",), LAPTOP, 2, "train.zero_quantized_weights", "CPU"),
+        (("train.zero_quantized_gradients=true",), LAPTOP, 2, "train.zero_quantized_gradients", "CPU"),
+        (("train.zero_quantized_gradients=true",), NODE, 8, "train.zero_quantized_gradients", "16"),
+        (("train.zero_quantized_gradients=true",), NODE.times(2), 8, "train.zero_quantized_gradients", "16"),
+        (("layout.zero.zero_hpz_partition_size=3",), NODE, 8, "layout.zero.zero_hpz_partition_size", "2 or 4"),
+        (("layout.zero.zero_hpz_partition_size=16",), NODE, 8, "layout.zero.zero_hpz_partition_size", "8"),
+        (("layout.zero.zero_hpz_partition_size=2",), LAPTOP, 1, "layout.zero.zero_hpz_partition_size", "1"),
     ],
 )
 def test_zeropp_is_refused_where_it_cannot_work(
@@ -55,8 +59,8 @@ def test_zeropp_is_refused_where_it_cannot_work(
 
 def test_zeropp_on_two_nodes() -> None:
     plan(
-        *ZEROPP, "zero.zero_quantized_gradients=true", "zero.zero_quantized_weights=true",
-        "zero.zero_hpz_partition_size=8", machine=NODE.times(2), ranks=16,
+        *ZEROPP, "train.zero_quantized_gradients=true", "train.zero_quantized_weights=true",
+        "layout.zero.zero_hpz_partition_size=8", machine=NODE.times(2), ranks=16,
     )  # fmt: skip
 
 
@@ -68,31 +72,34 @@ def test_parameters() -> None:
     ("overrides", "weights", "gradients", "optimizer", "buffers"),
     [
         # Figure 1 of arXiv 1910.02054: 2 + 2 + 12 bytes a parameter, each divided from its stage on; fp32 gradients.
-        (("zero.stage=1",), 2 * N, 4 * N, 12 * N // 8, 0),
-        (("zero.stage=1", "engine=deepspeed"), 2 * N, 4 * N, 12 * N // 8, 0),
-        (("zero.stage=1", "engine=deepspeed", "train.precision=fp16"), 2 * N, 4 * N, 12 * N // 8, 4 * BUCKET),
-        (("zero.stage=2",), 2 * N, 4 * N // 8, 12 * N // 8, 2 * BUCKET + 4 * N // 8),
+        (("layout.zero.stage=1",), 2 * N, 4 * N, 12 * N // 8, 0),
+        (("layout.zero.stage=1", "layout.engine=deepspeed"), 2 * N, 4 * N, 12 * N // 8, 0),
+        (("layout.zero.stage=1", "layout.engine=deepspeed", "train.precision=fp16"), 2 * N, 4 * N, 12 * N // 8,
+         4 * BUCKET),
+        (("layout.zero.stage=2",), 2 * N, 4 * N // 8, 12 * N // 8, 2 * BUCKET + 4 * N // 8),
         (
-            ("zero.stage=2", "parallelism.grad_reduce_in_fp32=false"),
+            ("layout.zero.stage=2", "train.grad_reduce_in_fp32=false"),
             2 * N, 2 * (N // 8 + EMBEDDING), 12 * N // 8, 2 * BUCKET,
         ),
-        (("zero.stage=2", "zero.overlap_comm=true"), 2 * N, 4 * N // 8, 12 * N // 8, 2 * 2 * BUCKET + 4 * N // 8),
-        (("zero.stage=2", "train.precision=fp32"), 4 * N, 4 * (N // 8 + EMBEDDING), 12 * N // 8, 4 * BUCKET),
-        (("zero.stage=2", "zero.offload_optimizer=cpu"), 2 * N, 0, 0, 2 * BUCKET + 4 * N // 8),
-        (("zero.stage=1", "zero.offload_optimizer=cpu"), 2 * N, 4 * N, 0, 4 * BUCKET),
+        (("layout.zero.stage=2", "layout.zero.overlap_comm=true"), 2 * N, 4 * N // 8, 12 * N // 8,
+         2 * 2 * BUCKET + 4 * N // 8),
+        (("layout.zero.stage=2", "train.precision=fp32"), 4 * N, 4 * (N // 8 + EMBEDDING), 12 * N // 8, 4 * BUCKET),
+        (("layout.zero.stage=2", "layout.zero.offload_optimizer=cpu"), 2 * N, 0, 0, 2 * BUCKET + 4 * N // 8),
+        (("layout.zero.stage=1", "layout.zero.offload_optimizer=cpu"), 2 * N, 4 * N, 0, 4 * BUCKET),
         # Stage 3 and gathered: a billion parameters by default.
-        (("zero.stage=3",), 2 * N // 8, 4 * N // 8, 12 * N // 8, 2 * 10**9 + 2 * 4 * BUCKET),
-        (("zero.stage=3", "train.precision=fp32"), 4 * N // 8, 4 * N // 8, 12 * N // 8, 4 * 10**9 + 2 * 4 * BUCKET),
+        (("layout.zero.stage=3",), 2 * N // 8, 4 * N // 8, 12 * N // 8, 2 * 10**9 + 2 * 4 * BUCKET),
+        (("layout.zero.stage=3", "train.precision=fp32"), 4 * N // 8, 4 * N // 8, 12 * N // 8,
+         4 * 10**9 + 2 * 4 * BUCKET),
         (
-            ("zero.stage=3", "zero.zero_hpz_partition_size=4"),
+            ("layout.zero.stage=3", "layout.zero.zero_hpz_partition_size=4"),
             2 * N // 8 + 2 * (N - SMALL) // 4, 4 * N // 8, 12 * N // 8, 2 * 10**9 + 2 * 4 * BUCKET,
         ),
         (
-            ("zero.stage=3", "train.precision=fp32", "zero.offload_param=cpu"),
+            ("layout.zero.stage=3", "train.precision=fp32", "layout.zero.offload_param=cpu"),
             0, 4 * N // 8, 12 * N // 8, 4 * 10**9 + 2 * 4 * BUCKET,
         ),
         (
-            ("zero.stage=3", "zero.offload_optimizer=cpu", "zero.offload_param=cpu"),
+            ("layout.zero.stage=3", "layout.zero.offload_optimizer=cpu", "layout.zero.offload_param=cpu"),
             0, 0, 0, 2 * 10**9 + 2 * 4 * BUCKET,
         ),
     ],
@@ -108,30 +115,33 @@ def test_the_states_of_a_rank(
 
 def test_stage_3_gathers_at_least_its_largest_part_and_at_most_the_model() -> None:
     reducing = 2 * 4 * BUCKET
-    assert plan("zero.stage=3", *EXACT).memory.buffers == 2 * EMBEDDING + reducing
-    more = plan("zero.stage=3", *EXACT[:2], "zero.stage3_prefetch_bucket_size=1000").memory
+    assert plan("layout.zero.stage=3", *EXACT).memory.buffers == 2 * EMBEDDING + reducing
+    more = plan("layout.zero.stage=3", *EXACT[:2], "layout.zero.stage3_prefetch_bucket_size=1000").memory
     assert more.buffers == 2 * (EMBEDDING + 1000) + reducing
-    assert plan("zero.stage=3", "zero.stage3_max_live_parameters=9000000000").memory.buffers == 2 * N + reducing
+    assert (
+        plan("layout.zero.stage=3", "layout.zero.stage3_max_live_parameters=9000000000").memory.buffers
+        == 2 * N + reducing
+    )
 
 
 def test_a_small_sum_of_stage_1_is_copied_to_reduce_it() -> None:
-    small = derive(load("gpt-125m", [*PLAIN, "engine=deepspeed", "zero.stage=1"]).recipe, 8, NODE)
+    small = derive(load("gpt-125m", [*PLAIN, "layout.engine=deepspeed", "layout.zero.stage=1"]).recipe, 8, NODE)
     assert small.memory.buffers == 4 * small.num_parameters.total
 
 
 def test_above_64_ranks_whole_buckets_are_copied_to_reduce_them() -> None:
-    found = plan("zero.stage=2", "train.global_batch_size=576", machine=NODE.times(9), ranks=72)
+    found = plan("layout.zero.stage=2", "train.global_batch_size=576", machine=NODE.times(9), ranks=72)
     assert found.memory.buffers == (2 + 2 + 4) * BUCKET
 
 
 @pytest.mark.parametrize(
     ("overrides", "host"),
     [
-        (("zero.stage=3",), 0),
+        (("layout.zero.stage=3",), 0),
         # Master weights, two moments, fp32 gradients, gradients summed over micro-batches, updated weights.
-        (("zero.stage=2", "zero.offload_optimizer=cpu"), 12 + 4 + 2 + 2),
-        (("zero.stage=3", "zero.offload_optimizer=cpu"), 12 + 4 + 4),
-        (("zero.stage=3", "zero.offload_optimizer=cpu", "zero.offload_param=cpu"), 12 + 4 + 4 + 2),
+        (("layout.zero.stage=2", "layout.zero.offload_optimizer=cpu"), 12 + 4 + 2 + 2),
+        (("layout.zero.stage=3", "layout.zero.offload_optimizer=cpu"), 12 + 4 + 4),
+        (("layout.zero.stage=3", "layout.zero.offload_optimizer=cpu", "layout.zero.offload_param=cpu"), 12 + 4 + 4 + 2),
     ],
 )
 def test_what_is_offloaded_counts_against_the_main_memory_of_a_node(overrides: tuple[str, ...], host: int) -> None:
@@ -146,17 +156,22 @@ def test_what_is_offloaded_counts_against_the_main_memory_of_a_node(overrides: t
 
 
 def test_nvme_leaves_buffers_in_main_memory() -> None:
-    nvme = ("zero.stage=3", "zero.offload_optimizer=nvme", "zero.nvme_path=/nvme", "zero.sub_group_size=1000000")
+    nvme = (
+        "layout.zero.stage=3",
+        "layout.zero.offload_optimizer=nvme",
+        "layout.zero.nvme_path=/nvme",
+        "layout.zero.sub_group_size=1000000",
+    )
     assert plan(*nvme).memory.host == 12 * 4_000_000 + 8 * N // 8
 
 
 def test_a_node_with_too_little_main_memory_is_refused() -> None:
     small = replace(NODE, memory_available_bytes=20 * GIB)
-    found = plan("zero.stage=2", "zero.offload_optimizer=cpu", machine=small)
+    found = plan("layout.zero.stage=2", "layout.zero.offload_optimizer=cpu", machine=small)
     assert not found.fits
-    with refused("recipe gpt-1b", rule=("24.5 GiB", "20.0 GiB", "zero.offload_optimizer")):
+    with refused("recipe gpt-1b", rule=("24.5 GiB", "20.0 GiB", "layout.zero.offload_optimizer")):
         check(found, small)
-    check(plan("zero.stage=2", "zero.offload_optimizer=cpu"), NODE)
+    check(plan("layout.zero.stage=2", "layout.zero.offload_optimizer=cpu"), NODE)
 
 
 def test_a_node_holds_what_its_saves_and_processes_take() -> None:
@@ -181,11 +196,11 @@ def test_on_a_cpu_a_snapshot_is_kept_without_async_saves_too() -> None:
 
 
 def test_on_a_cpu_offloaded_states_are_in_the_same_memory() -> None:
-    here = plan("zero.stage=2", "zero.offload_optimizer=cpu", machine=LAPTOP, ranks=2)
-    there = plan("zero.stage=2", "zero.offload_optimizer=cpu", ranks=2)
+    here = plan("layout.zero.stage=2", "layout.zero.offload_optimizer=cpu", machine=LAPTOP, ranks=2)
+    there = plan("layout.zero.stage=2", "layout.zero.offload_optimizer=cpu", ranks=2)
     assert here.host.total == here.memory.host == 0
     assert here.memory.gradients + here.memory.optimizer == there.memory.host
-    small = derive(load("gpt-tiny", [*ADAMW, "zero.stage=3"]).recipe, 2, LAPTOP)
+    small = derive(load("gpt-tiny", [*ADAMW, "layout.zero.stage=3"]).recipe, 2, LAPTOP)
     # Gathered weights, and what is written to, of a larger bucket and its copy.
     assert small.memory.buffers == 3 * 4 * small.num_parameters.total
 
@@ -194,18 +209,18 @@ def test_sharded_gradients_need_two_replicas_on_a_cpu() -> None:
     def ranks(machine: Cluster, *overrides: str) -> int:
         return default_world_size(load("gpt-tiny", [*ADAMW, *overrides]).recipe, machine)
 
-    assert ranks(LAPTOP, "zero.stage=1") == 1
-    assert ranks(LAPTOP, "zero.stage=2") == ranks(LAPTOP, "zero.stage=3") == 2
-    assert ranks(LAPTOP, "zero.stage=2", "parallelism.tensor_model_parallel_size=2") == 4
-    assert ranks(LAPTOP, "zero.stage=3", "train.global_batch_size=8") == 1
-    assert ranks(replace(NODE, gpus=(GPU,)), "zero.stage=3") == 1
+    assert ranks(LAPTOP, "layout.zero.stage=1") == 1
+    assert ranks(LAPTOP, "layout.zero.stage=2") == ranks(LAPTOP, "layout.zero.stage=3") == 2
+    assert ranks(LAPTOP, "layout.zero.stage=2", "layout.tensor_model_parallel_size=2") == 4
+    assert ranks(LAPTOP, "layout.zero.stage=3", "train.global_batch_size=8") == 1
+    assert ranks(replace(NODE, gpus=(GPU,)), "layout.zero.stage=3") == 1
 
 
 def test_experts_are_sharded_over_the_ranks_that_have_the_same_ones() -> None:
-    overrides = [*PLAIN, "engine=deepspeed", "zero.stage=2", "parallelism.pipeline_model_parallel_size=1",
-                 "parallelism.tensor_model_parallel_size=1", "parallelism.sequence_parallel=false",
-                 "parallelism.expert_tensor_parallel_size=1",
-                 "parallelism.expert_model_parallel_size=4", "train.global_batch_size=64"]  # fmt: skip
+    overrides = [*PLAIN, "layout.engine=deepspeed", "layout.zero.stage=2", "layout.pipeline_model_parallel_size=1",
+                 "layout.tensor_model_parallel_size=1", "layout.sequence_parallel=false",
+                 "layout.expert_tensor_parallel_size=1",
+                 "layout.expert_model_parallel_size=4", "train.global_batch_size=64"]  # fmt: skip
     of_moe = derive(load("moe-tiny", overrides).recipe, 8, NODE)
     n = of_moe.num_parameters
     # The tokens' table is tied and has no padding on one rank.

@@ -342,7 +342,7 @@ def test_a_search_cuts_stages_by_what_loss_and_predictions_take(
     stages = parse(best["parallelism"]["pipeline_layout"])
     assert "".join(stages).replace("t", "") == "EmL" and len({len(each) for each in stages[:-1]}) <= 3
     assert stages[-1].count("t") < stages[1].count("t")
-    assert load(str(path)).recipe.parallelism.pipeline_model_parallel_layout == best["parallelism"]["pipeline_layout"]
+    assert load(str(path)).recipe.layout.pipeline_model_parallel_layout == best["parallelism"]["pipeline_layout"]
 
 
 def test_a_search_tries_stages_of_zero_and_offload_only_where_nothing_else_fits(
@@ -364,7 +364,7 @@ def test_where_no_layout_fits_zero_on_the_same_gpus_is_named(capsys: pytest.Capt
     asked = ["plan", "llama3-8b", "--cluster", "h100-ib", "--gpus", "1"]
     assert run([*asked, "--search"]) == 2
     message = capsys.readouterr().err
-    require_message(message, "--search", rule=("zero.stage=3", "zero.offload_optimizer=cpu"))
+    require_message(message, "--search", rule=("layout.zero.stage=3", "layout.zero.offload_optimizer=cpu"))
     changes = message.partition("on these GPUs: ")[2].partition(" (")[0].split()
     assert run([*asked, "--json", *changes]) == 0
     assert json.loads(capsys.readouterr().out)["fits"]
@@ -374,14 +374,14 @@ def test_experts_are_split_over_tensor_parallel_ranks_or_not() -> None:
     degrees = {
         (parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size)
         for each in candidates(load("mixtral-8x7b", []).recipe, 32, 8)
-        for parallel in [each.parallelism]
+        for parallel in [each.layout]
     }
     assert {(4, 4, 4), (4, 4, 1), (4, 1, None), (1, 8, 1)} <= degrees
     assert (4, 1, 1) not in degrees and (1, 8, None) not in degrees
-    layout = ["parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true"]
-    layout += ["parallelism.expert_model_parallel_size=4"]
+    layout = ["layout.tensor_model_parallel_size=2", "layout.sequence_parallel=true"]
+    layout += ["layout.expert_model_parallel_size=4"]
     whole, split = (
-        of_recipe("mixtral-8x7b", [*layout, f"parallelism.expert_tensor_parallel_size={size}"], "h100-ib", 4, None)
+        of_recipe("mixtral-8x7b", [*layout, f"layout.expert_tensor_parallel_size={size}"], "h100-ib", 4, None)
         for size in (1, 2)
     )
     assert split.step.expert > whole.step.expert > 0
@@ -390,9 +390,7 @@ def test_experts_are_split_over_tensor_parallel_ranks_or_not() -> None:
 
 def test_muon_takes_the_time_of_its_products_and_of_what_it_moves() -> None:
     def seconds(kind: str, *keys: str, cluster: str = "h100-ib") -> float:
-        layout = [
-            "parallelism={tensor_model_parallel_size: 2, sequence_parallel: true, use_distributed_optimizer: false}"
-        ]
+        layout = ["layout={tensor_model_parallel_size: 2, sequence_parallel: true, use_distributed_optimizer: false}"]
         section = f"optimizer={{optimizer: {kind}, lr: 1e-3}}"
         return of_recipe("gpt-1b", [section, *layout, *keys], cluster, 1, None).step.optimizer
 
@@ -415,7 +413,7 @@ def test_muon_takes_the_time_of_its_products_and_of_what_it_moves() -> None:
 def test_muon_takes_the_time_of_what_its_ranks_send(mode: str, passes: int) -> None:
     """Rings over two ranks: half of what is gathered passes a link, and of what is summed twice that."""
     optimizer = f"optimizer={{optimizer: muon, lr: 1e-3, muon_tp_mode: {mode}}}"
-    layout = ["parallelism={tensor_model_parallel_size: 2, sequence_parallel: true, use_distributed_optimizer: false}"]
+    layout = ["layout={tensor_model_parallel_size: 2, sequence_parallel: true, use_distributed_optimizer: false}"]
     found = of_recipe("gpt-1b", [optimizer, *layout], "h100-ib", 1, None)
     plan, device = found.plan, found.device
     slow = replace(device, nvlink=device.nvlink / 2)
@@ -427,8 +425,8 @@ def test_muon_takes_the_time_of_what_its_ranks_send(mode: str, passes: int) -> N
 
 def test_stage_2_reduces_gradients_after_each_micro_batch() -> None:
     once, often = (
-        of_recipe("llama3-8b", ["layout=zero2", f"zero.stage={stage}", *more], "h100-ib", 1, None)
-        for stage, more in ((1, []), (2, ["zero.overlap_comm=false"]))
+        of_recipe("llama3-8b", ["layout=zero2", f"layout.zero.stage={stage}", *more], "h100-ib", 1, None)
+        for stage, more in ((1, []), (2, ["layout.zero.overlap_comm=false"]))
     )
     assert often.plan.num_microbatches == 64
     assert 30 * once.step.gradients < often.step.gradients < 64 * once.step.gradients
@@ -437,8 +435,8 @@ def test_stage_2_reduces_gradients_after_each_micro_batch() -> None:
 @pytest.mark.parametrize(
     ("recipe", "nodes", "overrides"),
     [
-        ("llama3-70b", 16, ["train.micro_batch_size=4", "train.recompute_granularity=null"]),
-        ("mixtral-8x7b", 16, ["train.micro_batch_size=16", "train.recompute_granularity=null"]),
+        ("llama3-70b", 16, ["layout.micro_batch_size=4", "layout.recompute_granularity=null"]),
+        ("mixtral-8x7b", 16, ["layout.micro_batch_size=16", "layout.recompute_granularity=null"]),
     ],
 )
 def test_a_plan_that_does_not_fit_names_changes_with_which_it_does(
@@ -460,7 +458,7 @@ def test_a_plan_that_does_not_fit_names_changes_with_which_it_does(
 def test_no_layout_fits_whose_model_states_do_not() -> None:
     """They are left out of a search before they are planned."""
     recipe, cluster = load("llama3-70b", []).recipe, machine_of(load_profile("h100-ib"), 4)
-    recomputing = [layout for layout in candidates(recipe, 32, 8) if layout.train.recompute_granularity][::5]
+    recomputing = [layout for layout in candidates(recipe, 32, 8) if layout.layout.recompute_granularity][::5]
     left_out = [layout for layout in recomputing if not _may_fit(layout, cluster, 32)]
     assert 10 < len(left_out) < len(recomputing) - 10
     for plan in filter(None, (plan_of(layout, cluster, 32) for layout in left_out)):
@@ -469,9 +467,9 @@ def test_no_layout_fits_whose_model_states_do_not() -> None:
 
 @pytest.mark.rotating
 def test_where_no_layout_fits_the_nodes_of_one_that_does_are_named() -> None:
-    alone = [f"parallelism.{name}_model_parallel_size=1" for name in ("tensor", "pipeline")]
-    alone += ["parallelism.sequence_parallel=false", "parallelism.virtual_pipeline_model_parallel_size=null"]
-    recipe = load("llama3-70b", [*alone, "parallelism.context_parallel_size=1"]).recipe
+    alone = [f"layout.{name}_model_parallel_size=1" for name in ("tensor", "pipeline")]
+    alone += ["layout.sequence_parallel=false", "layout.virtual_pipeline_model_parallel_size=null"]
+    recipe = load("llama3-70b", [*alone, "layout.context_parallel_size=1"]).recipe
     plan, machine = plan_on(recipe, nproc=None, cluster="h100-ib", nodes=1)
     with refused("recipe llama3-70b", rule=("4 nodes", "32 GPUs")):
         check_run(plan, machine)
@@ -528,11 +526,11 @@ def test_what_does_not_fit_says_what_does_and_has_no_speed(capsys: pytest.Captur
     asked = ["plan", "gpt-1b", "--cluster", "h100-ib", "--gpus", "1", "model.seq_length=16384"]
     assert run(asked) == 2
     shown = capsys.readouterr()
-    require_message(shown.err, "recipe gpt-1b", rule="train.micro_batch_size=1")
+    require_message(shown.err, "recipe gpt-1b", rule="layout.micro_batch_size=1")
     assert "does NOT fit" in shown.out and "a second" not in shown.out and "hours" not in shown.out
     assert run([*asked, "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["fits"] is False
-    assert run([*asked, "train.micro_batch_size=1"]) == 0
+    assert run([*asked, "layout.micro_batch_size=1"]) == 0
 
 
 def test_a_search_says_that_the_batch_does_not_divide(capsys: pytest.CaptureFixture[str]) -> None:

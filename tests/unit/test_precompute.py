@@ -80,7 +80,7 @@ def test_a_run_is_the_one_with_the_reference(source: Path, folder: Path, command
     assert command("train", recipe, "--run-id", f"read-{packing}")[0] == 0
     assert numbers(folder, f"read-{packing}") == numbers(folder, f"live-{packing}")
     if packing:  # another order of pairs in sequences, with adapters: the same values serve
-        again = ("lora={rank: 2, alpha: 4.0}", "train.micro_batch_size=1", "optimizer.lr=5e-3")
+        again = ("lora={rank: 2, alpha: 4.0}", "layout.micro_batch_size=1", "optimizer.lr=5e-3")
         assert command("train", recipe, *again, "--run-id", "lora")[0] == 0
         assert command("train", live, *again, "dpo.reference_log_probs=null", "--run-id", "lora-live")[0] == 0
         for one, other in zip(numbers(folder, "lora"), numbers(folder, "lora-live"), strict=True):

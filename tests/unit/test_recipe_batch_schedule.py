@@ -22,8 +22,8 @@ RAMPS = ((4, 4, 8, 96), (2, 2, 9, 14), (3, 1, 20, 1000), (8, 24, 32, 7), (16, 16
 
 
 def growing(start: int, increment: int, whole: int, samples: int, **train: Any) -> Recipe:
-    sizes = {"micro_batch_size": 1, "global_batch_size": whole, "rampup_batch_size": [start, increment, samples]}
-    return tiny(train={"train_iters": 60, **sizes, **train})
+    sizes = {"global_batch_size": whole, "rampup_batch_size": [start, increment, samples]}
+    return tiny(train={"train_iters": 60, **sizes, **train}, layout={"micro_batch_size": 1})
 
 
 def of_megatron(counts: Any, steps: int) -> Iterator[int]:
@@ -50,9 +50,9 @@ def test_a_ramp_has_the_batches_of_megatron_core(ramp: tuple[int, int, int, int]
 def test_sizes_from_tokens_on_have_the_batches_of_megatron_core() -> None:
     text, length = "0:4 1K:6, 0.01M:10", 32
     recipe = tiny(
-        model={"seq_length": length}, train={"global_batch_size": 10, "micro_batch_size": 1, "train_iters": 90,
+        model={"seq_length": length}, train={"global_batch_size": 10, "train_iters": 90,
                                              "step_batch_size_schedule": text},
-    )  # fmt: skip
+    layout={"micro_batch_size": 1})  # fmt: skip
     schedule = batch_schedule(recipe)
     sizes = [schedule.of_step(step) for step in range(90)]
     # 1,000 tokens are 31 samples, after 8 steps of 4; 10,000 are 312, after 47 of 6 more.

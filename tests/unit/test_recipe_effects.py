@@ -105,11 +105,11 @@ TWO_NODES = replace(NODE, gpus=NODE.gpus[:1]).times(2)
 
 
 def planned(recipe: Recipe) -> Plan:
-    return derive(recipe, smallest_world(recipe.parallelism), NODE)
+    return derive(recipe, smallest_world(recipe.layout), NODE)
 
 
 def plan(recipe: Recipe, *_: Any) -> dict[str, Any]:
-    return derive_run(recipe, smallest_world(recipe.parallelism), NODE).as_dict()
+    return derive_run(recipe, smallest_world(recipe.layout), NODE).as_dict()
 
 
 def config(recipe: Recipe, *_: Any) -> dict[str, Any]:
@@ -230,7 +230,7 @@ def groups(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dic
     monkeypatch.chdir(folder)
     (folder / "nccl.yaml").write_text("tp: {max_ctas: 16}")
     monkeypatch.setattr("megatron.core.parallel_state.initialize_model_parallel", recorder)
-    with pytest.raises(Recorded) as found, model_parallel(1, recipe.parallelism, recipe.speed):
+    with pytest.raises(Recorded) as found, model_parallel(1, recipe.layout):
         pass
     return dict(found.value.args[1])
 
@@ -267,7 +267,7 @@ def on_two_ranks(recipe: Recipe, *_: Any) -> dict[str, Any]:
 
 
 def features_of_stages(recipe: Recipe, *_: Any) -> list[Any]:
-    return [stage.features for stage in derive_run(recipe, smallest_world(recipe.parallelism), NODE).stages]
+    return [stage.features for stage in derive_run(recipe, smallest_world(recipe.layout), NODE).stages]
 
 
 def tokens(recipe: Recipe, *_: Any) -> str:
@@ -677,30 +677,30 @@ MLA = {
 }  # fmt: skip
 MLA_YARN = {**MLA, "model.rope_type": "yarn"}
 MUP = {"model.use_mup": True}
-FLEX = {**MOE, "model.moe_token_dispatcher_type": "flex", "parallelism.expert_model_parallel_size": 2}
+FLEX = {**MOE, "model.moe_token_dispatcher_type": "flex", "layout.expert_model_parallel_size": 2}
 HIERARCHY = {
-    "parallelism.context_parallel_size": 4, "speed.cp_comm_type": "a2a+p2p",
-    "speed.hierarchical_context_parallel_sizes": [4, 1],
+    "layout.context_parallel_size": 4, "layout.cp_comm_type": "a2a+p2p",
+    "layout.hierarchical_context_parallel_sizes": [4, 1],
 }  # fmt: skip
-OVERLAP = {"parallelism.overlap_grad_reduce": True, "parallelism.overlap_param_gather": True}
-CHUNKS = {"parallelism.virtual_pipeline_model_parallel_size": 2}
+OVERLAP = {"layout.overlap_grad_reduce": True, "layout.overlap_param_gather": True}
+CHUNKS = {"layout.virtual_pipeline_model_parallel_size": 2}
 LORA = {"lora.rank": 4}
 DISTILL = {"distill.teacher": "a"}
 LAYERS = {**DISTILL, "distill.layers": [[2, 2]]}
 ATTACK = {"train.adversarial": {"type": "pgd", "epsilon": 0.5, "alpha": 0.3, "steps": 2}}
 DPO = {"dpo": {}, "data.sources.N.type": "docstrings", "data.chat": {"preference": {}, "packing": False}}
 MTP = {**ROPE, "model.mtp_num_layers": 1}
-TP = {"parallelism.tensor_model_parallel_size": 2}
-PP = {"parallelism.pipeline_model_parallel_size": 2, "model.num_layers": 8, "train.global_batch_size": 8}
-EMBEDDING, LOSS = (f"parallelism.account_for_{part}_in_pipeline_split" for part in ("embedding", "loss"))
+TP = {"layout.tensor_model_parallel_size": 2}
+PP = {"layout.pipeline_model_parallel_size": 2, "model.num_layers": 8, "train.global_batch_size": 8}
+EMBEDDING, LOSS = (f"layout.account_for_{part}_in_pipeline_split" for part in ("embedding", "loss"))
 SEVEN = {**PP, "model.num_layers": 7}
 FULL = {
-    "train.recompute_granularity": "full", "train.recompute_method": "uniform", "train.recompute_num_layers": 1,
+    "layout.recompute_granularity": "full", "layout.recompute_method": "uniform", "layout.recompute_num_layers": 1,
 }  # fmt: skip
 FP16 = {"train.precision": "fp16"}
 BF16 = {"train.precision": "bf16"}
-FP8 = {**BF16, "speed.fp8": "e4m3"}
-GRAPHS = {**BF16, "speed.cuda_graph_impl": "transformer_engine"}
+FP8 = {**BF16, "train.fp8": "e4m3"}
+GRAPHS = {**BF16, "layout.cuda_graph_impl": "transformer_engine"}
 STAGE = {"stages.N.name": "s"}
 LISTS = ("groups", "stages", "steps", "valid_sources")
 """Keys that are lists of sections, of which a case has one."""
@@ -734,16 +734,16 @@ CLASSIFIER = {
 }
 WANDB = {"tracking.wandb": True}
 
-UNSHARDED = {"parallelism.use_distributed_optimizer": False}
+UNSHARDED = {"layout.use_distributed_optimizer": False}
 QK_CLIP = {"optimizer.qk_clip_threshold": 0.01}
 MUON = {**UNSHARDED, "optimizer.optimizer": "muon"}
 PRECISE = {"train.precision": "bf16", "optimizer.use_precision_aware_optimizer": True}
 TP_OVERLAP = {
-    "train.precision": "bf16", "parallelism.tensor_model_parallel_size": 2, "parallelism.sequence_parallel": True,
+    "train.precision": "bf16", "layout.tensor_model_parallel_size": 2, "layout.sequence_parallel": True,
 }  # fmt: skip
-EP_OVERLAP = {**MOE, "train.precision": "bf16", "parallelism.expert_model_parallel_size": 2}
-ZERO1, ZERO2, ZERO3 = ({"engine": "deepspeed", "zero.stage": stage} for stage in (1, 2, 3))
-NVME = {**ZERO3, "zero.offload_optimizer": "nvme", "zero.nvme_path": "/nvme"}
+EP_OVERLAP = {**MOE, "train.precision": "bf16", "layout.expert_model_parallel_size": 2}
+ZERO1, ZERO2, ZERO3 = ({"layout.engine": "deepspeed", "layout.zero.stage": stage} for stage in (1, 2, 3))
+NVME = {**ZERO3, "layout.zero.offload_optimizer": "nvme", "layout.zero.nvme_path": "/nvme"}
 
 PERCENTILE = {**SEARCH, "search.pruner": {"type": "PercentilePruner", "percentile": 25.0}}
 HALVING = {**SEARCH, "search.pruner": {"type": "SuccessiveHalvingPruner"}}
@@ -757,7 +757,7 @@ QMC = {**SEARCH, "search.sampler": {"type": "QMCSampler", "seed": 1}}
 EARLIER = {**SEARCH, "search.source_studies": [{"study_name": "s"}]}
 
 CASES: dict[str, Case] = {
-    "engine": Case("plain", backend_of),
+    "layout.engine": Case("plain", backend_of),
     "model.num_layers": Case(3, config),
     "model.hybrid_layer_pattern": Case("*-|*-", plan),
     "model.hidden_size": Case(128, config),
@@ -842,27 +842,25 @@ CASES: dict[str, Case] = {
     "model.mtp_loss_scaling_factor": Case(0.5, config, MTP),
     "model.make_vocab_size_divisible_by": Case(999, plan),
     "model.transformer_impl": Case("local", implementation),
-    "parallelism.tensor_model_parallel_size": Case(2, config),
-    "parallelism.pipeline_model_parallel_size": Case(4, config, PP),
-    "parallelism.virtual_pipeline_model_parallel_size": Case(2, config, PP),
-    "parallelism.context_parallel_size": Case(2, config),
-    "parallelism.expert_model_parallel_size": Case(2, config, MOE),
-    "parallelism.expert_tensor_parallel_size": Case(
-        1, config, {**MOE, **TP, "parallelism.sequence_parallel": True, "parallelism.expert_model_parallel_size": 2}
+    "layout.tensor_model_parallel_size": Case(2, config),
+    "layout.pipeline_model_parallel_size": Case(4, config, PP),
+    "layout.virtual_pipeline_model_parallel_size": Case(2, config, PP),
+    "layout.context_parallel_size": Case(2, config),
+    "layout.expert_model_parallel_size": Case(2, config, MOE),
+    "layout.expert_tensor_parallel_size": Case(
+        1, config, {**MOE, **TP, "layout.sequence_parallel": True, "layout.expert_model_parallel_size": 2}
     ),
-    "parallelism.sequence_parallel": Case(True, config, TP),
-    "parallelism.num_layers_in_first_pipeline_stage": Case(2, config, PP),
-    "parallelism.num_layers_in_last_pipeline_stage": Case(2, config, PP),
+    "layout.sequence_parallel": Case(True, config, TP),
+    "layout.num_layers_in_first_pipeline_stage": Case(2, config, PP),
+    "layout.num_layers_in_last_pipeline_stage": Case(2, config, PP),
     # One of them has to be counted, or 7 layers would not divide over 2 stages.
-    "parallelism.account_for_embedding_in_pipeline_split": Case(True, config, {**SEVEN, LOSS: True}, {LOSS: False}),
-    "parallelism.account_for_loss_in_pipeline_split": Case(
-        True, config, {**SEVEN, EMBEDDING: True}, {EMBEDDING: False}
-    ),
-    "parallelism.pipeline_model_parallel_layout": Case("Et*5|t*3L", config, PP),
-    "parallelism.use_distributed_optimizer": Case(False, optimizer),
-    "parallelism.overlap_grad_reduce": Case(True, optimizer),
-    "parallelism.overlap_param_gather": Case(True, optimizer, {"parallelism.overlap_grad_reduce": True}),
-    "parallelism.grad_reduce_in_fp32": Case(False, optimizer, {"train.precision": "bf16"}),
+    "layout.account_for_embedding_in_pipeline_split": Case(True, config, {**SEVEN, LOSS: True}, {LOSS: False}),
+    "layout.account_for_loss_in_pipeline_split": Case(True, config, {**SEVEN, EMBEDDING: True}, {EMBEDDING: False}),
+    "layout.pipeline_model_parallel_layout": Case("Et*5|t*3L", config, PP),
+    "layout.use_distributed_optimizer": Case(False, optimizer),
+    "layout.overlap_grad_reduce": Case(True, optimizer),
+    "layout.overlap_param_gather": Case(True, optimizer, {"layout.overlap_grad_reduce": True}),
+    "train.grad_reduce_in_fp32": Case(False, optimizer, {"train.precision": "bf16"}),
     "lora.rank": Case(8, plan, LORA),
     "lora.alpha": Case(32.0, adapted, LORA),
     "lora.dropout": Case(0.5, adapted, LORA),
@@ -886,67 +884,67 @@ CASES: dict[str, Case] = {
     "qat.scheme": Case("int8", first_loss, {"qat.scheme": "int4", "qat.group_size": 16}, {"qat.group_size": None}),
     "qat.group_size": Case(8, first_loss, {"qat.scheme": "int4", "qat.group_size": 16}),
     "qat.start_step": Case(1, first_loss, {"qat.scheme": "int8"}),
-    "zero.stage": Case(3, deepspeed, ZERO1),
-    "zero.offload_optimizer": Case("cpu", deepspeed, ZERO2),
-    "zero.offload_param": Case("cpu", deepspeed, ZERO3),
-    "zero.nvme_path": Case("/scratch", deepspeed, NVME),
-    "zero.reduce_bucket_size": Case(1000, deepspeed, ZERO1),
-    "zero.allgather_bucket_size": Case(1000, deepspeed, ZERO2),
-    "zero.overlap_comm": Case(True, deepspeed, ZERO2),
-    "zero.sub_group_size": Case(1000, deepspeed, ZERO3),
-    "zero.stage3_prefetch_bucket_size": Case(1000, deepspeed, ZERO3),
-    "zero.stage3_param_persistence_threshold": Case(1000, deepspeed, ZERO3),
-    "zero.stage3_max_live_parameters": Case(1000, deepspeed, ZERO3),
-    "zero.stage3_max_reuse_distance": Case(1000, deepspeed, ZERO3),
-    "zero.zero_hpz_partition_size": Case(2, deepspeed, ZERO3),
-    "zero.zero_quantized_weights": Case(True, deepspeed, ZERO3),
-    "zero.zero_quantized_gradients": Case(
-        True, deepspeed, {**ZERO3, "train.precision": "fp16", "parallelism.grad_reduce_in_fp32": False}
+    "layout.zero.stage": Case(3, deepspeed, ZERO1),
+    "layout.zero.offload_optimizer": Case("cpu", deepspeed, ZERO2),
+    "layout.zero.offload_param": Case("cpu", deepspeed, ZERO3),
+    "layout.zero.nvme_path": Case("/scratch", deepspeed, NVME),
+    "layout.zero.reduce_bucket_size": Case(1000, deepspeed, ZERO1),
+    "layout.zero.allgather_bucket_size": Case(1000, deepspeed, ZERO2),
+    "layout.zero.overlap_comm": Case(True, deepspeed, ZERO2),
+    "layout.zero.sub_group_size": Case(1000, deepspeed, ZERO3),
+    "layout.zero.stage3_prefetch_bucket_size": Case(1000, deepspeed, ZERO3),
+    "layout.zero.stage3_param_persistence_threshold": Case(1000, deepspeed, ZERO3),
+    "layout.zero.stage3_max_live_parameters": Case(1000, deepspeed, ZERO3),
+    "layout.zero.stage3_max_reuse_distance": Case(1000, deepspeed, ZERO3),
+    "layout.zero.zero_hpz_partition_size": Case(2, deepspeed, ZERO3),
+    "train.zero_quantized_weights": Case(True, deepspeed, ZERO3),
+    "train.zero_quantized_gradients": Case(
+        True, deepspeed, {**ZERO3, "train.precision": "fp16", "train.grad_reduce_in_fp32": False}
     ),
     "model.extra": Case({"softmax_scale": 0.5}, model),
-    "zero.extra": Case({"comms_logger": {"enabled": True}}, deepspeed, ZERO2),
-    "speed.bias_activation_fusion": Case(True, config, SWIGLU),
-    "speed.bias_dropout_fusion": Case(True, config),
-    "speed.apply_rope_fusion": Case(False, config_on_gpu, ROPE),
-    "speed.cross_entropy_loss_fusion": Case(True, config),
-    "speed.gradient_accumulation_fusion": Case(False, config_on_gpu),
-    "speed.attention_backend": Case("flash", config_on_gpu),
-    "speed.cp_comm_type": Case("all_gather", config_on_gpu, {"parallelism.context_parallel_size": 2}),
-    "speed.hierarchical_context_parallel_sizes": Case([2, 2], groups, HIERARCHY),
-    "speed.ddp_bucket_size": Case(1000, optimizer, {"parallelism.overlap_grad_reduce": True}),
-    "speed.ddp_pad_buckets_for_high_nccl_busbw": Case(True, optimizer),
-    "speed.align_param_gather": Case(False, gradients, {**PP, **OVERLAP, **CHUNKS}),
-    "speed.reduce_scatter_with_fp32_accumulation": Case(
-        True, gradients, {"train.precision": "bf16", "parallelism.grad_reduce_in_fp32": False}
+    "layout.zero.extra": Case({"comms_logger": {"enabled": True}}, deepspeed, ZERO2),
+    "layout.bias_activation_fusion": Case(True, config, SWIGLU),
+    "layout.bias_dropout_fusion": Case(True, config),
+    "layout.apply_rope_fusion": Case(False, config_on_gpu, ROPE),
+    "layout.cross_entropy_loss_fusion": Case(True, config),
+    "layout.gradient_accumulation_fusion": Case(False, config_on_gpu),
+    "layout.attention_backend": Case("flash", config_on_gpu),
+    "layout.cp_comm_type": Case("all_gather", config_on_gpu, {"layout.context_parallel_size": 2}),
+    "layout.hierarchical_context_parallel_sizes": Case([2, 2], groups, HIERARCHY),
+    "layout.ddp_bucket_size": Case(1000, optimizer, {"layout.overlap_grad_reduce": True}),
+    "layout.ddp_pad_buckets_for_high_nccl_busbw": Case(True, optimizer),
+    "layout.align_param_gather": Case(False, gradients, {**PP, **OVERLAP, **CHUNKS}),
+    "train.reduce_scatter_with_fp32_accumulation": Case(
+        True, gradients, {"train.precision": "bf16", "train.grad_reduce_in_fp32": False}
     ),
-    "speed.moe_permute_fusion": Case(False, config_on_gpu, MOE),
-    "speed.moe_router_fusion": Case(False, config_on_gpu, MOE),
-    "speed.moe_shared_expert_overlap": Case(True, config, {**MOE, "model.moe_shared_expert_intermediate_size": 64}),
-    "speed.moe_flex_dispatcher_backend": Case("hybridep", config_on_gpu, FLEX),
-    "speed.manual_gc": Case(True, garbage),
-    "speed.manual_gc_interval": Case(2, garbage, {"speed.manual_gc": True}),
-    "speed.deterministic_mode": Case(True, config),
-    "speed.high_priority_stream_groups": Case(["ep"], groups),
-    "speed.nccl_communicator_config_path": Case("nccl.yaml", groups),
-    "speed.tp_comm_overlap": Case(True, config_on_gpu, TP_OVERLAP),
-    "speed.tp_comm_overlap_ag": Case(False, config_on_gpu, {**TP_OVERLAP, "speed.tp_comm_overlap": True}),
-    "speed.tp_comm_overlap_rs": Case(False, config_on_gpu, {**TP_OVERLAP, "speed.tp_comm_overlap": True}),
-    "speed.tp_comm_bulk_dgrad": Case(False, config_on_gpu, {**TP_OVERLAP, "speed.tp_comm_overlap": True}),
-    "speed.tp_comm_bulk_wgrad": Case(False, config_on_gpu, {**TP_OVERLAP, "speed.tp_comm_overlap": True}),
-    "speed.overlap_moe_expert_parallel_comm": Case(True, config_on_gpu, EP_OVERLAP),
-    "speed.delay_wgrad_compute": Case(
-        True, config_on_gpu, {**EP_OVERLAP, "speed.overlap_moe_expert_parallel_comm": True}
+    "layout.moe_permute_fusion": Case(False, config_on_gpu, MOE),
+    "layout.moe_router_fusion": Case(False, config_on_gpu, MOE),
+    "layout.moe_shared_expert_overlap": Case(True, config, {**MOE, "model.moe_shared_expert_intermediate_size": 64}),
+    "layout.moe_flex_dispatcher_backend": Case("hybridep", config_on_gpu, FLEX),
+    "layout.manual_gc": Case(True, garbage),
+    "layout.manual_gc_interval": Case(2, garbage, {"layout.manual_gc": True}),
+    "layout.deterministic_mode": Case(True, config),
+    "layout.high_priority_stream_groups": Case(["ep"], groups),
+    "layout.nccl_communicator_config_path": Case("nccl.yaml", groups),
+    "layout.tp_comm_overlap": Case(True, config_on_gpu, TP_OVERLAP),
+    "layout.tp_comm_overlap_ag": Case(False, config_on_gpu, {**TP_OVERLAP, "layout.tp_comm_overlap": True}),
+    "layout.tp_comm_overlap_rs": Case(False, config_on_gpu, {**TP_OVERLAP, "layout.tp_comm_overlap": True}),
+    "layout.tp_comm_bulk_dgrad": Case(False, config_on_gpu, {**TP_OVERLAP, "layout.tp_comm_overlap": True}),
+    "layout.tp_comm_bulk_wgrad": Case(False, config_on_gpu, {**TP_OVERLAP, "layout.tp_comm_overlap": True}),
+    "layout.overlap_moe_expert_parallel_comm": Case(True, config_on_gpu, EP_OVERLAP),
+    "layout.delay_wgrad_compute": Case(
+        True, config_on_gpu, {**EP_OVERLAP, "layout.overlap_moe_expert_parallel_comm": True}
     ),
-    "speed.fp8": Case("e4m3", config_on_gpu, BF16),
-    "speed.fp8_recipe": Case("tensorwise", config_on_gpu, FP8),
-    "speed.first_last_layers_bf16": Case(True, config_on_gpu, FP8),
-    "speed.num_layers_at_start_in_bf16": Case(2, config_on_gpu, {**FP8, "speed.first_last_layers_bf16": True}),
-    "speed.num_layers_at_end_in_bf16": Case(2, config_on_gpu, {**FP8, "speed.first_last_layers_bf16": True}),
-    "speed.cuda_graph_impl": Case("transformer_engine", config_on_gpu, BF16),
-    "speed.cuda_graph_modules": Case(["attn"], config_on_gpu, GRAPHS),
-    "speed.cuda_graph_warmup_steps": Case(5, config_on_gpu, GRAPHS),
+    "train.fp8": Case("e4m3", config_on_gpu, BF16),
+    "train.fp8_recipe": Case("tensorwise", config_on_gpu, FP8),
+    "train.first_last_layers_bf16": Case(True, config_on_gpu, FP8),
+    "train.num_layers_at_start_in_bf16": Case(2, config_on_gpu, {**FP8, "train.first_last_layers_bf16": True}),
+    "train.num_layers_at_end_in_bf16": Case(2, config_on_gpu, {**FP8, "train.first_last_layers_bf16": True}),
+    "layout.cuda_graph_impl": Case("transformer_engine", config_on_gpu, BF16),
+    "layout.cuda_graph_modules": Case(["attn"], config_on_gpu, GRAPHS),
+    "layout.cuda_graph_warmup_steps": Case(5, config_on_gpu, GRAPHS),
     "train.train_iters": Case(4, loop),
-    "train.micro_batch_size": Case(4, plan),
+    "layout.micro_batch_size": Case(4, plan),
     "train.global_batch_size": Case(4, loop),
     "train.rampup_batch_size": Case([4, 2, 16], loop),
     "train.step_batch_size_schedule": Case("0:4 1K:8", loop),
@@ -974,12 +972,12 @@ CASES: dict[str, Case] = {
     "train.adversarial.norm": Case("linf", first_loss, ATTACK),
     "train.keep_zeros": Case(True, zeros_after_a_step),
     "train.freeze": Case(["embedding.*"], plan),
-    "train.recompute_granularity": Case("selective", config_on_cpu, {"model.attention_dropout": 0.1}),
-    "train.recompute_modules": Case(["layernorm"], config_on_cpu, {"train.recompute_granularity": "selective"}),
-    "train.recompute_method": Case("block", config, FULL),
-    "train.recompute_num_layers": Case(2, config, FULL),
-    "train.torch_compile": Case(True, config),
-    "train.loss_chunk_tokens": Case(64, plan),
+    "layout.recompute_granularity": Case("selective", config_on_cpu, {"model.attention_dropout": 0.1}),
+    "layout.recompute_modules": Case(["layernorm"], config_on_cpu, {"layout.recompute_granularity": "selective"}),
+    "layout.recompute_method": Case("block", config, FULL),
+    "layout.recompute_num_layers": Case(2, config, FULL),
+    "layout.torch_compile": Case(True, config),
+    "layout.loss_chunk_tokens": Case(64, plan),
     "train.initial_loss_scale": Case(16.0, optimizer, FP16),
     "train.min_loss_scale": Case(2.0, optimizer, FP16),
     "train.loss_scale_window": Case(7, optimizer, FP16),
@@ -1212,8 +1210,7 @@ CASES: dict[str, Case] = {
     "stages.N.tokens": Case(6 * 8 * 64, plan, {**STAGE, "stages.N.tokens": 12 * 8 * 64}, {"train.train_iters": 6}),
     "stages.N.model": Case({"seq_length": 32}, plan, STAGE),
     "stages.N.train": Case({"global_batch_size": 4}, plan, STAGE),
-    "stages.N.parallelism": Case({"pipeline_model_parallel_size": 2}, on_two_ranks, STAGE),
-    "stages.N.speed": Case({"manual_gc": True}, features_of_stages, STAGE),
+    "stages.N.layout": Case({"manual_gc": True}, features_of_stages, STAGE),
     "stages.N.optimizer": Case({"lr": 1e-4}, of_stages, STAGE),
     "stages.N.scheduler": Case({"lr_warmup_iters": 3}, of_stages, STAGE),
     "stages.N.data.weights": Case([2.0], of_stages, STAGE),
@@ -1227,7 +1224,7 @@ NAMES = {
     "data.steps": "its items have lines of their own",
     "data.valid_sources": "its items have lines of their own",
     "data.valid_sources.N.weight": "refused",
-    "layout": "sets other keys: test_recipe_layouts.py",
+    "layout.name": "sets other keys: test_recipe_layouts.py",
     "layouts": "sets other keys: test_recipe_layouts.py",
     "stages": "its items have lines of their own",
     "optimizer.groups": "its items have lines of their own",
@@ -1239,7 +1236,7 @@ NAMES = {
 def made(*changes: Mapping[str, Any]) -> Recipe:
     """The tiny recipe with dotted keys set, those of N in its one source."""
     values: dict[str, Any] = {
-        "model": dict(MODEL), "train": dict(TRAIN), "optimizer": {"lr": 1e-3},
+        "model": dict(MODEL), "train": dict(TRAIN), "layout": {"micro_batch_size": 2}, "optimizer": {"lr": 1e-3},
         "tracking": {"mlflow": False, "tensorboard": False},
         "data": {"sources": [{"type": "stdlib"}]},
     }  # fmt: skip
@@ -1312,9 +1309,7 @@ def test_a_new_key_of_megatrons_name_reaches_it() -> None:
 
 
 def test_the_exceptions_are_keys_of_both() -> None:
-    ours = {
-        name for section in ("model", "parallelism", "train") for name in type(getattr(made(), section)).model_fields
-    }
+    ours = {name for section in ("model", "layout", "train") for name in type(getattr(made(), section)).model_fields}
     theirs = {each.name for each in fields(MLATransformerConfig)}
     exceptions = engine_config.TRANSLATED | engine_config.NOT_PASSED
     assert not engine_config.TRANSLATED & engine_config.NOT_PASSED

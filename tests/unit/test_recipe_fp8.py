@@ -1,4 +1,4 @@
-"""`speed.fp8`: what it needs, which scaling a rule chooses, and what it changes in a plan."""
+"""`train.fp8`: what it needs, which scaling a rule chooses, and what it changes in a plan."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ HOPPER = SpeedTarget("cuda", transformer_engine=True, version=(2, 9), capability
 BLACKWELL = replace(HOPPER, capability=(10, 0))
 
 
-def of(speed: dict[str, Any] | None = None, **sections: Any) -> Recipe:
+def of(fp8: dict[str, Any] | None = None, **sections: Any) -> Recipe:
     """A recipe with fp8."""
     sections["model"] = {**LLAMA, "ffn_hidden_size": 192, **sections.get("model", {})}
-    sections["train"] = {"precision": "bf16", **sections.get("train", {})}
-    return tiny(speed={"fp8": "e4m3", **(speed or {})}, **sections)
+    sections["train"] = {"precision": "bf16", "fp8": "e4m3", **sections.get("train", {}), **(fp8 or {})}
+    return tiny(**sections)
 
 
 def node(gpu: str, number: int = 8) -> Cluster:
@@ -37,7 +37,7 @@ def node(gpu: str, number: int = 8) -> Cluster:
 
 
 def choice(recipe: Recipe, target: SpeedTarget, name: str) -> FeatureChoice:
-    return next(each for each in resolve(recipe, target) if each.key == f"speed.{name}")
+    return next(each for each in resolve(recipe, target) if each.key == f"train.{name}")
 
 
 def test_the_scaling_is_chosen_for_the_gpu() -> None:
@@ -68,23 +68,23 @@ def test_what_a_machine_cannot_give_is_refused(key: str, speed: dict[str, Any], 
 
 def test_a_plan_for_another_machine_is_refused() -> None:
     for cluster in (ROOMY, node("A100-SXM4-80GB")):
-        with refused("speed.fp8"):
+        with refused("train.fp8"):
             derive(of(), 1, cluster)
-    with refused("speed.fp8_recipe", rule="10.0"):
+    with refused("train.fp8_recipe", rule="10.0"):
         derive(of({"fp8_recipe": "mxfp8"}), 1, node("H100 80GB HBM3"))
     planned = {each["key"]: each["value"] for each in derive(of(), 1, node("B200")).as_dict()["speed"]}
-    assert (planned["speed.fp8"], planned["speed.fp8_recipe"]) == ("e4m3", "mxfp8")
+    assert (planned["train.fp8"], planned["train.fp8_recipe"]) == ("e4m3", "mxfp8")
 
 
 @pytest.mark.parametrize(
     ("key", "speed", "sections"),
     [
         ("fp8", {}, {"train": {"precision": "fp16"}}),
-        ("fp8", {}, {"train": {"micro_batch_size": 1}, "model": {"seq_length": 24}}),
+        ("fp8", {}, {"model": {"seq_length": 24}, "layout": {"micro_batch_size": 1}}),
         ("fp8", {}, {"model": {"ffn_hidden_size": 168}}),
-        ("fp8", {}, {"model": {"ffn_hidden_size": 176}, "parallelism": {"tensor_model_parallel_size": 2}}),
+        ("fp8", {}, {"model": {"ffn_hidden_size": 176}, "layout": {"tensor_model_parallel_size": 2}}),
         ("fp8", {}, {"lora": {"rank": 4}}),
-        ("fp8", {}, {"zero": {"stage": 2}, "engine": "deepspeed"}),
+        ("fp8", {}, {"layout": {"zero": {"stage": 2}, "engine": "deepspeed"}}),
         ("fp8", {"fp8_recipe": "mxfp8"}, {"model": {"ffn_hidden_size": 176}}),
         ("fp8_recipe", {"fp8_recipe": "delayed"}, {}),
         ("fp8_recipe", {"fp8": None, "fp8_recipe": "tensorwise"}, {}),
@@ -98,8 +98,8 @@ def test_what_no_machine_can_give_is_a_problem_of_the_recipe(
 ) -> None:
     engine = sections.pop("engine", None)
     recipe = of(speed, **sections)
-    recipe = recipe if engine is None else recipe.model_copy(update={"engine": engine})
-    assert f"speed.{key}" in [problem.key for problem in check(recipe)]
+    recipe = recipe if engine is None else recipe.with_layout(engine=engine)
+    assert f"train.{key}" in [problem.key for problem in check(recipe)]
     assert not check(of({"fp8_recipe": "mxfp8"}))
 
 
@@ -134,7 +134,7 @@ def test_a_step_with_fp8_is_faster() -> None:
     profile = load_profile("h100-ib")
     seconds = {}
     for name, changes in {
-        "bf16": [], "fp8": ["speed.fp8=e4m3"], "some": ["speed.fp8=e4m3", "speed.first_last_layers_bf16=true"],
+        "bf16": [], "fp8": ["train.fp8=e4m3"], "some": ["train.fp8=e4m3", "train.first_last_layers_bf16=true"],
     }.items():  # fmt: skip
         made = derive(load("llama3-8b", changes).recipe, 8, machine(profile, 1))
         seconds[name] = forecast(made, profile).step.seconds
@@ -144,5 +144,5 @@ def test_a_step_with_fp8_is_faster() -> None:
 
 def test_a_rehearsal_is_without_it() -> None:
     recipe = of({"fp8_recipe": "blockwise", "first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 2})
-    rehearsed = proxy(recipe, "cpu").speed
+    rehearsed = proxy(recipe, "cpu").train
     assert {getattr(rehearsed, name) for name in FP8} == {None}

@@ -1,4 +1,4 @@
-"""`speed.cuda_graph_impl`: what it needs, what of a layer it covers, and what it changes in a plan."""
+"""`layout.cuda_graph_impl`: what it needs, what of a layer it covers, and what it changes in a plan."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def of(speed: dict[str, Any] | None = None, **sections: Any) -> Recipe:
     """A recipe with CUDA graphs."""
     sections["model"] = {**LLAMA, **sections.get("model", {})}
     sections["train"] = {"precision": "bf16", **sections.get("train", {})}
-    return tiny(speed={"cuda_graph_impl": "transformer_engine", **(speed or {})}, **sections)
+    layout = {"cuda_graph_impl": "transformer_engine", **sections.pop("layout", {}), **(speed or {})}
+    return tiny(layout=layout, **sections)
 
 
 @pytest.mark.parametrize(
@@ -40,22 +41,20 @@ def of(speed: dict[str, Any] | None = None, **sections: Any) -> Recipe:
         ("cuda_graph_impl", {"cuda_graph_impl": "local"}, {}),
         ("cuda_graph_impl", {"cuda_graph_impl": "full_iteration"}, {}),
         ("cuda_graph_impl", {}, {"train": {"precision": "fp32"}}),
-        ("cuda_graph_impl", {}, {"train": {"torch_compile": True}}),
+        ("cuda_graph_impl", {}, {"layout": {"torch_compile": True}}),
         (
             "cuda_graph_impl", {},
-            {"train": {
-                "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
-            }},
+            {"layout": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}},
         ),
         (
             "cuda_graph_impl", {},
-            {"train": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}},
+            {"layout": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}},
         ),
         ("cuda_graph_impl", {}, {"lora": {"rank": 4}}),
         ("cuda_graph_impl", {}, {"data": {"sources": [{"type": "docstrings"}], "chat": {}}}),
         (
             "cuda_graph_impl", {"overlap_moe_expert_parallel_comm": True},
-            {"model": EXPERTS, "parallelism": {"expert_model_parallel_size": 2}},
+            {"model": EXPERTS, "layout": {"expert_model_parallel_size": 2}},
         ),
         ("cuda_graph_modules", {"cuda_graph_modules": ["attn", "moe_router"]}, {"model": EXPERTS}),
         ("cuda_graph_modules", {"cuda_graph_modules": ["mlp"]}, {"model": EXPERTS}),
@@ -66,7 +65,7 @@ def of(speed: dict[str, Any] | None = None, **sections: Any) -> Recipe:
 def test_what_no_machine_can_give_is_a_problem_of_the_recipe(
     key: str, speed: dict[str, Any], sections: dict[str, Any]
 ) -> None:
-    assert f"speed.{key}" in [problem.key for problem in check(of(speed, **sections))]
+    assert f"layout.{key}" in [problem.key for problem in check(of(speed, **sections))]
     assert not check(of())
 
 
@@ -75,31 +74,31 @@ def test_what_no_machine_can_give_is_a_problem_of_the_recipe(
     [replace(GPU, device="cpu"), replace(GPU, transformer_engine=False), replace(GPU, version=(2, 6))],
 )
 def test_what_a_machine_cannot_give_is_refused(target: SpeedTarget) -> None:
-    assert [each.key for each in resolve(of(), target) if each.refused] == ["speed.cuda_graph_impl"]
+    assert [each.key for each in resolve(of(), target) if each.refused] == ["layout.cuda_graph_impl"]
     assert not [each for each in resolve(of(), GPU) if each.refused]
 
 
 def test_a_cpu_is_refused_by_name_and_a_rehearsal_is_without() -> None:
-    with refused("speed.cuda_graph_impl", rule="GPU"):
+    with refused("layout.cuda_graph_impl", rule="GPU"):
         derive(of(), 1, ROOMY)
-    rehearsed = proxy(of({"cuda_graph_modules": ["attn"], "cuda_graph_warmup_steps": 2}), "cpu").speed
+    rehearsed = proxy(of({"cuda_graph_modules": ["attn"], "cuda_graph_warmup_steps": 2}), "cpu").layout
     assert {getattr(rehearsed, name) for name in GRAPHS} == {None}
 
 
 def test_layers_with_experts_are_recorded_without_them() -> None:
     chosen = {each.key: each.value for each in resolve(of(model=EXPERTS), GPU)}
-    assert chosen["speed.cuda_graph_modules"] == ("attn",)
-    assert {each.key: each.value for each in resolve(of(), GPU)}["speed.cuda_graph_modules"] is None
+    assert chosen["layout.cuda_graph_modules"] == ("attn",)
+    assert {each.key: each.value for each in resolve(of(), GPU)}["layout.cuda_graph_modules"] is None
 
 
 def test_what_is_chosen_to_be_recomputed_is_not_recorded_as_a_checkpoint() -> None:
     full = replace(NODE, gpus=(replace(NODE.gpus[0], memory_bytes=1 << 20, memory_free_bytes=1 << 20),))
     chosen = [
-        derive(of(speed, train={"recompute_granularity": "auto"}), 1, full).recipe
+        derive(of(speed, layout={"recompute_granularity": "auto"}), 1, full).recipe
         for speed in ({}, {"cuda_graph_impl": None})
     ]
-    assert [each.train.recompute_granularity for each in chosen] == ["selective", "full"]
-    assert not {"core_attn", "mlp"} & set(chosen[0].train.recompute_modules or ())
+    assert [each.layout.recompute_granularity for each in chosen] == ["selective", "full"]
+    assert not {"core_attn", "mlp"} & set(chosen[0].layout.recompute_modules or ())
     assert not check(chosen[0])
 
 
@@ -110,7 +109,7 @@ def test_the_plan_has_what_layers_take_and_return() -> None:
     tokens, width, layers = 2 * 64, 64, 4
     assert buffers({"cuda_graph_impl": None}) == 0
     assert buffers({}) == 4 * layers * tokens * width * 2
-    plan = derive(of(parallelism={"pipeline_model_parallel_size": 2}, model={"num_layers": 4}), 2, NODE)
+    plan = derive(of(layout={"pipeline_model_parallel_size": 2}, model={"num_layers": 4}), 2, NODE)
     # Two micro-batches at once on the first of two stages, one on the last.
     on_stages = [graph_buffers(plan.recipe, plan.shape, plan.layout, plan.num_microbatches, n) for n in (0, 1)]
     assert on_stages == [buffers({}), buffers({}) // 2]

@@ -14,11 +14,12 @@ from llmrecipes.recipe.load import executed, load, recipe_hash
 from llmrecipes.recipe.reading.keys import keys
 from llmrecipes.recipe.sections.section import EXECUTION, LEARNED
 
-APART = ("parallelism.overlap_grad_reduce=false", "parallelism.overlap_param_gather=false")
+APART = ("layout.overlap_grad_reduce=false", "layout.overlap_param_gather=false")
 OTHERWISE = (
     *APART,
-    "engine=deepspeed", "zero.stage=2", "zero.overlap_comm=true", "train.micro_batch_size=1", "train.log_interval=7",
-    "train.recompute_granularity=full", "train.recompute_method=uniform", "train.recompute_num_layers=1",
+    "layout.engine=deepspeed", "layout.zero.stage=2", "layout.zero.overlap_comm=true", "layout.micro_batch_size=1",
+    "train.log_interval=7",
+    "layout.recompute_granularity=full", "layout.recompute_method=uniform", "layout.recompute_num_layers=1",
     "data.num_workers=0", "checkpoint.save_interval=500", "tracking.mlflow=false", "description=other",
 )  # fmt: skip
 
@@ -42,14 +43,24 @@ def test_a_recipe_is_the_same_however_it_is_executed() -> None:
 
 def test_how_steps_are_computed_is_what_differs_from_the_defaults() -> None:
     found = executed(load("gpt-1b", list(OTHERWISE)).recipe)
-    expected = {"engine": "deepspeed", "zero.stage": 2, "data.num_workers": 0, "train.recompute_granularity": "full"}
+    expected = {
+        "layout.engine": "deepspeed",
+        "layout.zero.stage": 2,
+        "data.num_workers": 0,
+        "layout.recompute_granularity": "full",
+    }
     assert expected.items() <= found.items()
     assert not {"name", "description", "tracking.mlflow", "train.seed", "model.num_layers"} & found.keys()
 
 
 def test_a_value_counts_if_its_key_is_learned() -> None:
     """Whatever key changes, also one that the recipe leaves out."""
-    sections = (*APART, "zero.stage=3", "train.eval_tasks={tasks: [x], interval: 5}", "train.early_stop.patience=2")
+    sections = (
+        *APART,
+        "layout.zero.stage=3",
+        "train.eval_tasks={tasks: [x], interval: 5}",
+        "train.early_stop.patience=2",
+    )
     base = plain(*sections)
     for name, value in leaves(base):
         if value == {}:
@@ -64,24 +75,23 @@ def test_a_value_counts_if_its_key_is_learned() -> None:
 
 
 def test_learned_keys_of_a_section_that_may_be_absent_count_if_they_are_set() -> None:
-    zero = {"stage": 3, "zero_quantized_weights": False}
-    assert learned({"zero": zero}) == learned({"zero": None}) == learned({}) == {}
-    assert learned({"zero": {**zero, "zero_quantized_weights": True}}) == {"zero": {"zero_quantized_weights": True}}
+    eval_tasks = {"layout": {"zero": {"stage": 3}}, "train": {"eval_tasks": {"interval": 5}}}
+    assert learned(eval_tasks) == learned({"layout": {"zero": None}}) == learned({}) == {}
 
 
 @pytest.mark.parametrize(
     ("key", "half"),
     [
-        ("stages.0.parallelism.tensor_model_parallel_size", EXECUTION),
-        ("stages.0.parallelism.grad_reduce_in_fp32", LEARNED),
-        ("stages.0.train.micro_batch_size", EXECUTION),
+        ("stages.0.layout.tensor_model_parallel_size", EXECUTION),
+        ("stages.0.train.grad_reduce_in_fp32", LEARNED),
+        ("stages.0.layout.micro_batch_size", EXECUTION),
         ("stages.0.train.global_batch_size", LEARNED),
         ("stages.0.name", LEARNED),
         ("distill.model.transformer_impl", EXECUTION),
         ("distill.model.num_layers", LEARNED),
-        ("zero.extra.prescale_gradients", EXECUTION),
+        ("layout.zero.extra.prescale_gradients", EXECUTION),
         ("search.sampler.seed", EXECUTION),
-        ("speed.gone_in_this_version", EXECUTION),
+        ("layout.gone_in_this_version", EXECUTION),
         ("model.gone_in_this_version", LEARNED),
         ("data.sources.11.label", EXECUTION),
         ("data.sources.11.path", LEARNED),
@@ -92,8 +102,8 @@ def test_the_half_of_a_key_in_lists_stages_and_other_versions(key: str, half: ob
 
 
 def test_a_stage_back_at_a_default_is_learned() -> None:
-    stage = {"parallelism": {"grad_reduce_in_fp32": True, "tensor_model_parallel_size": 2}}
-    assert learned({"stages": [stage]}) == {"stages": [{"parallelism": {"grad_reduce_in_fp32": True}}]}
+    stage = {"layout": {"tensor_model_parallel_size": 2}, "train": {"grad_reduce_in_fp32": True}}
+    assert learned({"stages": [stage]}) == {"stages": [{"train": {"grad_reduce_in_fp32": True}}]}
 
 
 def test_what_may_change_on_resume_beyond_execution_is_learned() -> None:
@@ -103,12 +113,12 @@ def test_what_may_change_on_resume_beyond_execution_is_learned() -> None:
 @pytest.mark.parametrize(
     ("section", "values"),
     [
-        ("zero", {"stage": 3}),
-        ("speed", {"manual_gc": True}),
+        ("layout", {"zero": {"stage": 3}}),
+        ("layout", {"manual_gc": True}),
         ("faults", {"loss_spike_action": "skip"}),
         ("model", {"transformer_impl": "local", "moe_token_dispatcher_type": "allgather"}),
         ("optimizer", {"muon_tp_mode": "distributed"}),
-        ("parallelism", {"grad_reduce_in_fp32": False}),
+        ("train", {"grad_reduce_in_fp32": False}),
         ("train", {"early_stop": {"patience": 3, "min_delta": 0.0}}),
     ],
 )
@@ -120,8 +130,8 @@ def test_a_resumed_run_may_be_executed_otherwise(section: str, values: dict[str,
 @pytest.mark.parametrize(
     ("section", "values", "key"),
     [
-        ("zero", {"stage": 3, "zero_quantized_weights": True}, "zero.zero_quantized_weights"),
-        ("speed", {"fp8": "e4m3"}, "speed.fp8"),
+        ("train", {"zero_quantized_weights": True}, "train.zero_quantized_weights"),
+        ("train", {"fp8": "e4m3"}, "train.fp8"),
         ("train", {"monitor": "web"}, "train.monitor"),
     ],
 )

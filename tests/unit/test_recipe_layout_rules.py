@@ -18,12 +18,12 @@ YARN = {"yarn_rotary_scaling_factor": 4.0, "yarn_original_max_position_embedding
 
 def make(model: dict[str, Any] | None = None, train: dict[str, Any] | None = None, /, **parallelism: Any) -> Recipe:
     shape = {"num_layers": 8, "hidden_size": 96, "num_attention_heads": 12, "seq_length": 96, "vocab_size": 512}
-    length = {"train_iters": 10, "micro_batch_size": 2, "global_batch_size": 8}
+    length = {"train_iters": 10, "global_batch_size": 8}
     return Recipe.model_validate(
         {
             "name": "t",
             "model": {**shape, **(model or {})},
-            "parallelism": parallelism,
+            "layout": {"micro_batch_size": 2, **parallelism},
             "train": {**length, **(train or {})},
             "optimizer": {"lr": 1e-3},
         }
@@ -182,15 +182,15 @@ EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_i
         (
             make(
                 {**ROPE, "mtp_num_layers": 1},
-                {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+                **{"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
             ),
-            "train.recompute_num_layers", "mtp_num_layers", "recompute_method block",
+            "layout.recompute_num_layers", "mtp_num_layers", "recompute_method block",
         ),
     ],
 )  # fmt: skip
 def test_a_broken_rule_names_values_and_what_works(recipe: Recipe, key: str, what: str, fix: str) -> None:
     (problem,) = check(recipe)
-    assert problem.key == (key if "." in key else f"parallelism.{key}")
+    assert problem.key == (key if "." in key else f"layout.{key}")
     assert what in problem.what
     assert fix in problem.fix
     assert problem.rule
@@ -211,7 +211,7 @@ def test_a_broken_rule_names_values_and_what_works(recipe: Recipe, key: str, wha
         make({"position_embedding_type": "yarn", **YARN, "mtp_num_layers": 1}, **{CP: 3}),
         make(
             {**ROPE, "mtp_num_layers": 1},
-            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+            **{"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
         ),
         make({**UNTIED, "mtp_num_layers": 1}, **{PP: 2, VPP: 2, WRITTEN: "Et*3|ttt|tt|mL"}),
         make({**ROPE, "mtp_num_layers": 2, "share_embeddings_and_output_weights": False}, **{PP: 2, TP: 2}),

@@ -21,9 +21,14 @@ from tests.refusals import refused
 BASE = """\
 name: blocks
 model: {num_layers: 4, hidden_size: 256, num_attention_heads: 4, seq_length: 128, vocab_size: 512}
-parallelism: {tensor_model_parallel_size: 2, sequence_parallel: true, overlap_grad_reduce: true}
-train: {train_iters: 10, micro_batch_size: 4, global_batch_size: 16, recompute_granularity: selective}
+train: {train_iters: 10, global_batch_size: 16}
 optimizer: {lr: 1e-3}
+layout:
+  tensor_model_parallel_size: 2
+  sequence_parallel: true
+  overlap_grad_reduce: true
+  micro_batch_size: 4
+  recompute_granularity: selective
 """
 LAYOUTS = """\
 layouts:
@@ -41,34 +46,34 @@ def written(folder: Path, *more: str) -> str:
 def test_a_layout_of_the_command_line_replaces_the_keys_of_the_file(tmp_path: Path) -> None:
     path = written(tmp_path, LAYOUTS)
     recipe = load(path, ["layout=stages"]).recipe
-    assert recipe.parallelism.pipeline_model_parallel_size == 2
-    assert recipe.parallelism.tensor_model_parallel_size == 1
-    assert not recipe.parallelism.sequence_parallel
-    assert recipe.parallelism.overlap_grad_reduce, "which a layout may set, and this one does not"
-    assert recipe.train.micro_batch_size == 2
-    assert recipe.train.recompute_granularity is None
-    assert load(path, ["layout=null"]).recipe.parallelism.tensor_model_parallel_size == 1
-    assert load(path).recipe.parallelism.tensor_model_parallel_size == 2
+    assert recipe.layout.pipeline_model_parallel_size == 2
+    assert recipe.layout.tensor_model_parallel_size == 1
+    assert not recipe.layout.sequence_parallel
+    assert recipe.layout.overlap_grad_reduce, "which a layout may set, and this one does not"
+    assert recipe.layout.micro_batch_size == 2
+    assert recipe.layout.recompute_granularity is None
+    assert load(path, ["layout=null"]).recipe.layout.tensor_model_parallel_size == 1
+    assert load(path).recipe.layout.tensor_model_parallel_size == 2
 
 
 def test_a_layout_of_the_file_sets_only_what_the_file_does_not(tmp_path: Path) -> None:
-    recipe = load(written(tmp_path, LAYOUTS, "layout: stages\n")).recipe
-    assert recipe.parallelism.tensor_model_parallel_size == 2
-    assert recipe.parallelism.pipeline_model_parallel_size == 2
-    assert recipe.train.micro_batch_size == 4
+    recipe = load(written(tmp_path, LAYOUTS.replace("layouts:", "  name: stages\nlayouts:"))).recipe
+    assert recipe.layout.tensor_model_parallel_size == 2
+    assert recipe.layout.pipeline_model_parallel_size == 2
+    assert recipe.layout.micro_batch_size == 4
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_other_overrides_take_precedence_over_a_layout(tmp_path: Path, order: int) -> None:
-    overrides = ["layout=zero3", "zero.stage=2", "train.micro_batch_size=1"][::order]
+    overrides = ["layout=zero3", "layout.zero.stage=2", "layout.micro_batch_size=1"][::order]
     recipe = load(written(tmp_path, LAYOUTS), overrides).recipe
-    assert recipe.zero is not None
-    assert (recipe.zero.stage, recipe.zero.reduce_bucket_size) == (2, 1_000_000)
-    assert recipe.train.micro_batch_size == 1
+    assert recipe.layout.zero is not None
+    assert (recipe.layout.zero.stage, recipe.layout.zero.reduce_bucket_size) == (2, 1_000_000)
+    assert recipe.layout.micro_batch_size == 1
 
 
 def test_a_recorded_recipe_has_its_layout_once(tmp_path: Path) -> None:
-    recipe = load(written(tmp_path, LAYOUTS), ["layout=zero3", "train.micro_batch_size=1"]).recipe
+    recipe = load(written(tmp_path, LAYOUTS), ["layout=zero3", "layout.micro_batch_size=1"]).recipe
     recorded = tmp_path / "recipe.yaml"
     recorded.write_text(to_yaml(recipe), "utf-8")
     assert load(str(recorded)).recipe == recipe
@@ -79,7 +84,7 @@ def test_unknown_layouts_and_wrong_keys_of_any_layout_are_refused(tmp_path: Path
         load(written(tmp_path, LAYOUTS), ["layout=zero"])
     with refused("layout"):
         load(written(tmp_path), ["layout=stages"])
-    with refused("layouts.a.micro_batch", rule="micro_batch_size"):
+    with refused("layouts.a.micro_batch", rule="layouts.a.micro_batch_size"):
         load(written(tmp_path, "layouts: {a: {micro_batch: 2}}\n"))
     with refused("layouts.a.micro_batch_size"):
         load(written(tmp_path, "layouts: {a: {micro_batch_size: two}}\n"))
@@ -95,9 +100,9 @@ def test_unknown_layouts_and_wrong_keys_of_any_layout_are_refused(tmp_path: Path
 
 def test_a_wrong_value_of_the_layout_in_use_is_named_with_its_line(tmp_path: Path) -> None:
     path = written(tmp_path, "layouts:\n  a:\n    micro_batch_size: two\n")
-    with refused("train.micro_batch_size") as caught:
+    with refused("layout.micro_batch_size") as caught:
         load(path, ["layout=a"])
-    assert f"{path}:8" in str(caught.value)
+    assert f"{path}:13" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", names())
@@ -111,7 +116,7 @@ def test_a_recipe_that_became_a_layout_names_it(name: str, now: str) -> None:
     recipe, layout = now.split()
     with refused(name, rule=layout):
         load(name)
-    assert load(recipe, [layout]).recipe.zero is not None
+    assert load(recipe, [layout]).recipe.layout.zero is not None
 
 
 H100 = "h100-ib"
@@ -122,10 +127,10 @@ H100 = "h100-ib"
     [
         ("gpt-1b", 1, ()),
         ("llama3-8b", 1, ()),
-        ("llama3-8b", 2, ("parallelism.tensor_model_parallel_size=4",)),
-        ("llama3-8b", 2, ("train.micro_batch_size=2", "train.recompute_granularity=full",
-                          "train.recompute_method=uniform", "train.recompute_num_layers=1")),
-        ("mixtral-8x7b", 8, ("parallelism.pipeline_model_parallel_size=1",)),
+        ("llama3-8b", 2, ("layout.tensor_model_parallel_size=4",)),
+        ("llama3-8b", 2, ("layout.micro_batch_size=2", "layout.recompute_granularity=full",
+                          "layout.recompute_method=uniform", "layout.recompute_num_layers=1")),
+        ("mixtral-8x7b", 8, ("layout.pipeline_model_parallel_size=1",)),
     ],
 )  # fmt: skip
 def test_auto_is_as_fast_as_the_fastest_and_keeps_what_is_set(
@@ -153,25 +158,25 @@ def test_auto_is_as_fast_as_the_fastest_and_keeps_what_is_set(
 def test_without_auto_nothing_is_chosen() -> None:
     plan, _ = plan_on(load("llama3-70b").recipe, nproc=None, cluster=H100, nodes=4)
     assert plan.chosen is None
-    assert plan.recipe.parallelism == load("llama3-70b").recipe.parallelism
+    assert plan.recipe.layout == load("llama3-70b").recipe.layout
 
 
 def test_nothing_is_chosen_for_processors() -> None:
     recipe = load("gpt-tiny", ["layout=auto"]).recipe
     plan, _ = plan_on(recipe, nproc=2, cluster="laptop", nodes=1)
     assert plan.chosen is None
-    assert plan.recipe.train.micro_batch_size == 1
+    assert plan.recipe.layout.micro_batch_size == 1
 
 
 def test_zero_and_offload_are_chosen_only_where_nothing_else_fits() -> None:
     recipe = load("gpt-1b", ["layout=auto"]).recipe
     roomy, _ = plan_on(recipe, nproc=None, cluster="rtx-4090", nodes=8)
-    assert roomy.recipe.zero is None
+    assert roomy.recipe.layout.zero is None
     one, _ = plan_on(recipe, nproc=None, cluster="rtx-4090", nodes=1)
     assert one.fits
-    assert one.recipe.zero is not None
-    assert one.recipe.zero.offload_optimizer == "cpu"
-    assert not one.recipe.parallelism.overlap_grad_reduce
+    assert one.recipe.layout.zero is not None
+    assert one.recipe.layout.zero.offload_optimizer == "cpu"
+    assert not one.recipe.layout.overlap_grad_reduce
 
 
 def test_what_cannot_be_chosen_is_refused() -> None:
@@ -200,14 +205,14 @@ def choose_for(name: str, nodes: int) -> Recipe:
 
 
 def _layout(recipe: Recipe) -> dict[str, object]:
-    return {name: getattr(getattr(recipe, section), name) for section, keys in CHOSEN.items() for name in keys}
+    return {name: getattr(recipe.layout, name) for name in CHOSEN}
 
 
 def test_the_recipe_of_a_choice_reads_back_with_nothing_left_to_choose(tmp_path: Path) -> None:
     recipe = choose_for("llama3-8b", 1)
     path = tmp_path / "recipe.yaml"
     path.write_text(to_yaml(recipe), "utf-8")
-    assert yaml.safe_load(path.read_text("utf-8"))["layout"] == "auto"
+    assert yaml.safe_load(path.read_text("utf-8"))["layout"]["name"] is None
     again = load(str(path)).recipe
     assert again == recipe
     assert choose(again, planned(H100, 1, 1), 8, load_profile(H100)) is None

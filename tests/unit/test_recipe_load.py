@@ -26,8 +26,9 @@ model:
   vocab_size: 512
 train:
   train_iters: 10
-  micro_batch_size: 2
   global_batch_size: 8
+layout:
+  micro_batch_size: 2
 optimizer:
   lr: 3e-4
 """
@@ -53,7 +54,7 @@ def test_numbers_are_read_as_yaml_1_2(write: Write) -> None:
     loaded = write(("lr: 3e-4", "lr: 3e-4\n  weight_decay: 1\n  adam_eps: 1.e-8"))
     assert (loaded.recipe.optimizer.lr, loaded.recipe.optimizer.weight_decay) == (3e-4, 1.0)
     assert loaded.recipe.optimizer.adam_eps == 1e-8
-    assert loaded.where("optimizer.lr") == "small.yaml:13"
+    assert loaded.where("optimizer.lr") == "small.yaml:14"
 
 
 def test_words_that_yaml_1_1_reads_as_booleans_stay_words(write: Write) -> None:
@@ -70,7 +71,7 @@ def test_words_that_yaml_1_1_reads_as_booleans_stay_words(write: Write) -> None:
         ("num_layers:", "num_layrs:", "small.yaml:3: model.num_layrs", "model.num_layers"),
         ("train_iters:", "lr: 1\n  train_iters:", "small.yaml:9: train.lr", "optimizer.lr"),
         ("name: small", "name: small\nmodle: 1", "small.yaml:2: modle", "model"),
-        ("lr: 3e-4", "lr: 3e-4\ndata:\n  sources:\n    - typ: stdlib", "small.yaml:16: data.sources.0.typ",
+        ("lr: 3e-4", "lr: 3e-4\ndata:\n  sources:\n    - typ: stdlib", "small.yaml:17: data.sources.0.typ",
          "data.sources.0.type"),
     ],
 )  # fmt: skip
@@ -110,7 +111,7 @@ def test_a_wrong_value_is_shown_with_the_rule(write: Write, value: str, shown: s
 
 @pytest.mark.parametrize("value", [".nan", ".inf", "-.inf", "1e999", "-1", "0", "yes", "'3e-4'"])
 def test_a_learning_rate_is_a_finite_positive_number(write: Write, value: str) -> None:
-    with refused("small.yaml:13: optimizer.lr", rule="optimizer.lr"):
+    with refused("small.yaml:14: optimizer.lr", rule="optimizer.lr"):
         write(("lr: 3e-4", f"lr: {value}"))
 
 
@@ -129,7 +130,7 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(write: Write) -> Non
             ("lr: 3e-4", "lr: .nan\n  lr: 3"),
         )
     assert caught.value.where == "small.yaml"
-    assert [part.where.split(": ")[0] for part in caught.value.parts] == [f"small.yaml:{n}" for n in (3, 9, 10, 15)]
+    assert [part.where.split(": ")[0] for part in caught.value.parts] == [f"small.yaml:{n}" for n in (3, 9, 10, 16)]
     assert all(str(part) in str(caught.value) for part in caught.value.parts)
 
 
@@ -300,7 +301,7 @@ def test_wrong_overrides_are_reported_with_the_problems_of_the_file(write: Write
 
 
 def test_an_override_through_a_scalar_leaves_the_files_own_error(write: Write) -> None:
-    with refused("small.yaml:14: scheduler", rule="'none'"):
+    with refused("small.yaml:15: scheduler", rule="'none'"):
         write(("lr: 3e-4", "lr: 3e-4\nscheduler: none"), overrides=("scheduler.lr_warmup_iters=2",))
 
 
@@ -351,7 +352,7 @@ def test_shipped_recipes_and_their_rehearsals_are_valid(name: str, tmp_path: Pat
 @pytest.mark.parametrize("name", names())
 def test_the_short_form_of_a_recipe_is_the_same_recipe(name: str, tmp_path: Path) -> None:
     recipe = load(name).recipe
-    comments = {"name": "a: [", "train.train_iters": "x" * 130, "data.split": "shares", "parallelism": "no such key"}
+    comments = {"name": "a: [", "train.train_iters": "x" * 130, "data.split": "shares", "layout": "no such key"}
     text = short(recipe, comments, "first\nsecond")
     file = tmp_path / f"{name}.yaml"
     file.write_text(text, "utf-8")

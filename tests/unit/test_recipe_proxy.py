@@ -21,7 +21,7 @@ from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.recipe.schema import Recipe, Tracking
 from llmrecipes.recipe.sections.plugins import MetricSink, declared, settings
 from llmrecipes.recipe.sections.source import Curriculum
-from llmrecipes.recipe.speedups.features import needing_a_gpu
+from llmrecipes.recipe.speedups.features import key_of, needing_a_gpu
 from llmrecipes.recipe.variants.proxy import proxy, scaled
 
 GIB = 1 << 30
@@ -38,18 +38,19 @@ MAY_CHANGE = {
     "checkpoint.non_persistent_save_interval", "checkpoint.non_persistent_local_ckpt_dir",
     "scheduler.lr_warmup_iters", "scheduler.lr_wsd_decay_iters", "tracking.system_metrics_interval",
     "train.eval_interval", "train.eval_iters", "train.rampup_batch_size", "train.step_batch_size_schedule", "stages",
-    "train.global_batch_size", "train.log_interval", "train.micro_batch_size", "train.train_iters",
+    "train.global_batch_size", "train.log_interval", "train.zero_quantized_weights", "train.zero_quantized_gradients",
+    "layout.micro_batch_size", "train.train_iters",
     "distill.model.hidden_size", "distill.model.ffn_hidden_size", "train.pretrained", "lora.rank", "lora.alpha",
     "data.chat.chat_template",
-    "train.recompute_num_layers", "train.torch_compile", *(f"parallelism.{name}" for name in DEGREES),
-    "parallelism.expert_tensor_parallel_size", "parallelism.num_layers_in_first_pipeline_stage",
-    "parallelism.num_layers_in_last_pipeline_stage", "parallelism.pipeline_model_parallel_layout",
-    *(f"speed.{name}" for name in needing_a_gpu()),
+    "layout.recompute_num_layers", "layout.torch_compile", *(f"layout.{name}" for name in DEGREES),
+    "layout.expert_tensor_parallel_size", "layout.num_layers_in_first_pipeline_stage",
+    "layout.num_layers_in_last_pipeline_stage", "layout.pipeline_model_parallel_layout",
+    *map(key_of, needing_a_gpu()),
     *(f"optimizer.{name}" for name in ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype")),
-    *(f"zero.{name}" for name in (
+    *(f"layout.zero.{name}" for name in (
         "offload_optimizer", "offload_param", "nvme_path", "reduce_bucket_size", "allgather_bucket_size",
         "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters",
-        "stage3_max_reuse_distance", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients",
+        "stage3_max_reuse_distance", "zero_hpz_partition_size",
     )),
     *(f"tracking.{key}" for sink in declared(Tracking, MetricSink) for key in (sink, *settings(Tracking, sink))),
     *(f"model.{name}" for name in (
@@ -73,16 +74,16 @@ def assert_rehearses(recipe: Recipe) -> None:
     assert Recipe.model_validate(small.model_dump()) == small
     assert check(small) == []
     ranks = default_world_size(small, LAPTOP)
-    replicas = 2 if recipe.zero is not None and recipe.zero.stage >= 2 else 1
-    assert ranks == replicas * smallest_world(small.parallelism) <= 8
+    replicas = 2 if recipe.layout.zero is not None and recipe.layout.zero.stage >= 2 else 1
+    assert ranks == replicas * smallest_world(small.layout) <= 8
     for world in {ranks, 2 * ranks} if 1 < ranks <= 4 else {ranks}:
         plan = derive(small, world, LAPTOP)
         assert plan.fits
         assert plan.num_microbatches >= plan.layout.pipeline_model_parallel_size
     for name in DEGREES:
-        there, here = getattr(recipe.parallelism, name), getattr(small.parallelism, name)
+        there, here = getattr(recipe.layout, name), getattr(small.layout, name)
         if name == "expert_model_parallel_size" and recipe.model.num_moe_experts:
-            there = max(there, recipe.parallelism.tensor_model_parallel_size)  # ranks that share experts in some way
+            there = max(there, recipe.layout.tensor_model_parallel_size)  # ranks that share experts in some way
         assert here == there if there in (None, 1) else here == 2, name
     whole, scaled_down = (dict(leaves(each.model_dump())) for each in (recipe, small))
     assert {name for name in whole if whole[name] != scaled_down[name]} <= MAY_CHANGE
@@ -94,10 +95,8 @@ def assert_rehearses(recipe: Recipe) -> None:
         assert isinstance(small.model.moe_layer_freq, list)
         assert set(small.model.moe_layer_freq) == set(pattern)
     ends = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-    assert [bool(getattr(small.parallelism, end)) for end in ends] == [
-        bool(getattr(recipe.parallelism, end)) for end in ends
-    ]
-    written = [each.parallelism.pipeline_model_parallel_layout for each in (recipe, small)]
+    assert [bool(getattr(small.layout, end)) for end in ends] == [bool(getattr(recipe.layout, end)) for end in ends]
+    written = [each.layout.pipeline_model_parallel_layout for each in (recipe, small)]
     if written[0]:
         there, here = (parse(each or "") for each in written)
         assert [part in here[-1] for part in "mL"] == [part in there[-1] for part in "mL"]
@@ -111,7 +110,7 @@ def assert_same_kinds_on_gpus(recipe: Recipe) -> None:
     """Every degree above 1 is 2 on GPUs, where NCCL gathers the tokens of experts that are split themselves."""
     small = proxy(recipe, "cuda")
     assert check(small) == []
-    ranks = smallest_world(small.parallelism)
+    ranks = smallest_world(small.layout)
     assert ranks <= 8
     plan = derive(small, ranks, replace(LAPTOP, gpus=(GPU,) * ranks))
     found = scaled(recipe, plan.layout.as_dict())
@@ -122,11 +121,11 @@ def assert_same_kinds_on_gpus(recipe: Recipe) -> None:
 
 
 def test_what_a_cpu_cannot_run_is_reported() -> None:
-    changes = ["parallelism.tensor_model_parallel_size=4", "parallelism.sequence_parallel=true"]
-    whole = load("mixtral-8x7b", [*changes, "parallelism.expert_model_parallel_size=1",
-                                  "parallelism.expert_tensor_parallel_size=null"]).recipe  # fmt: skip
+    changes = ["layout.tensor_model_parallel_size=4", "layout.sequence_parallel=true"]
+    whole = load("mixtral-8x7b", [*changes, "layout.expert_model_parallel_size=1",
+                                  "layout.expert_tensor_parallel_size=null"]).recipe  # fmt: skip
     small = proxy(whole)
-    found = scaled(whole, derive(small, smallest_world(small.parallelism), LAPTOP).layout.as_dict())
+    found = scaled(whole, derive(small, smallest_world(small.layout), LAPTOP).layout.as_dict())
     assert found.asked["expert_tensor_parallel_size"] == 4  # that of the dense layers
     assert [(each.degree, each.asked, each.ran) for each in found.not_run] == [("expert_tensor_parallel_size", 4, 1)]
     assert [(each.degree, each.asked, each.ran) for each in found.added] == [("expert_model_parallel_size", 1, 2)]
@@ -163,7 +162,7 @@ def test_keys_that_no_shipped_recipe_sets_are_kept_too() -> None:
         load("deepseek-v3", [
             "data.split=[70,20,10]", "data.prefetch_factor=7", "data.pin_memory=false", "tracking.experiment=e",
             "tracking.wandb=true", "tracking.wandb_project=p", "optimizer.adam_eps=1e-5", "train.label_smoothing=0.1",
-            "train.seed=7", "checkpoint.async_save=false", "parallelism.overlap_grad_reduce=true",
+            "train.seed=7", "checkpoint.async_save=false", "layout.overlap_grad_reduce=true",
         ]).recipe
     )  # fmt: skip
 
@@ -180,20 +179,21 @@ def test_what_only_the_whole_recipe_has_is_left_out() -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["zero.stage=0", "parallelism.use_distributed_optimizer=false"],
-        ["zero.stage=1"],
-        ["zero.stage=1", "engine=deepspeed", "zero.overlap_comm=true"],
-        ["zero.stage=2", "zero.offload_optimizer=cpu"],
+        ["layout.zero.stage=0", "layout.use_distributed_optimizer=false"],
+        ["layout.zero.stage=1"],
+        ["layout.zero.stage=1", "layout.engine=deepspeed", "layout.zero.overlap_comm=true"],
+        ["layout.zero.stage=2", "layout.zero.offload_optimizer=cpu"],
         [
-            "zero.stage=3", "zero.offload_optimizer=nvme", "zero.offload_param=cpu", "zero.nvme_path=/nvme",
-            "zero.zero_hpz_partition_size=8", "zero.zero_quantized_weights=true", "zero.extra.aio={}",
+            "layout.zero.stage=3", "layout.zero.offload_optimizer=nvme", "layout.zero.offload_param=cpu",
+            "layout.zero.nvme_path=/nvme",
+            "layout.zero.zero_hpz_partition_size=8", "train.zero_quantized_weights=true", "layout.zero.extra.aio={}",
         ],
     ],
 )  # fmt: skip
 def test_rehearsals_with_zero(overrides: list[str]) -> None:
     recipe = load("gpt-tiny", [*ADAMW, *overrides]).recipe
     assert_rehearses(recipe)
-    small, whole = proxy(recipe).zero, recipe.zero
+    small, whole = proxy(recipe).layout.zero, recipe.layout.zero
     assert small is not None and whole is not None
     assert small.stage == whole.stage
     assert (small.offload_optimizer == "none") == (whole.offload_optimizer == "none")
@@ -217,12 +217,12 @@ def test_rehearsals_of_random_recipes() -> None:
         if check(recipe):
             continue
         try:
-            ranks = smallest_world(recipe.parallelism)
+            ranks = smallest_world(recipe.layout)
             derive(recipe, ranks, replace(LAPTOP, gpus=(GPU,) * ranks))
         except UserError:  # the batch, or degrees that do not go together
             continue
         for name in DEGREES:
-            found[name] = found.get(name, 0) + ((getattr(recipe.parallelism, name) or 1) > 1)
+            found[name] = found.get(name, 0) + ((getattr(recipe.layout, name) or 1) > 1)
         assert_rehearses(recipe)
 
 
@@ -282,9 +282,9 @@ def _drawn(draw: random.Random) -> Recipe:
     micro = draw.choice((1, 3))
     return Recipe.model_validate(
         {
-            "name": "t", "model": model, "parallelism": parallel, "optimizer": {"lr": 1e-3},
+            "name": "t", "model": model, "layout": {**parallel, "micro_batch_size": micro}, "optimizer": {"lr": 1e-3},
             "train": {
-                "train_iters": 10, "micro_batch_size": micro, "global_batch_size": micro * draw.choice((1, 4, 24, 48)),
-            },
+                "train_iters": 10, "global_batch_size": micro * draw.choice((1, 4, 24, 48))
+            }
         }
     )  # fmt: skip

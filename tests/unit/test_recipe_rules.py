@@ -30,8 +30,9 @@ YARN = {
 def make(**sections: dict[str, Any]) -> Recipe:
     base: dict[str, dict[str, Any]] = {
         "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "vocab_size": 512},
-        "train": {"train_iters": 10, "micro_batch_size": 2, "global_batch_size": 8},
+        "train": {"train_iters": 10, "global_batch_size": 8},
         "optimizer": {"lr": 1e-3},
+        "layout": {"micro_batch_size": 2},
     }
     for name, values in sections.items():
         base[name] = {**base.get(name, {}), **values}
@@ -73,40 +74,40 @@ def make(**sections: dict[str, Any]) -> Recipe:
             {"scheduler": {"lr_decay_style": "inverse-square-root", "lr_warmup_iters": 2, "lr_decay_iters": 9}},
             "scheduler.lr_decay_iters", "9 of 10", "lr_decay_iters 10",
         ),
-        ({"train": {"micro_batch_size": 3}}, "train.global_batch_size", "8", "6 or 9"),
+        ({"layout": {"micro_batch_size": 3}}, "train.global_batch_size", "8", "6 or 9"),
         (
-            {"train": {"recompute_granularity": "full", "recompute_num_layers": 1}},
-            "train.recompute_granularity", "recompute_method", "recompute_method uniform",
+            {"layout": {"recompute_granularity": "full", "recompute_num_layers": 1}},
+            "layout.recompute_granularity", "recompute_method", "recompute_method uniform",
         ),
         (
-            {"train": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3}},
-            "train.recompute_num_layers", "3 of 2", "2",
+            {"layout": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3}},
+            "layout.recompute_num_layers", "3 of 2", "2",
         ),
         (
-            {"train": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}},
-            "train.recompute_modules", "add_bias_linear", "add_bias_linear false",
+            {"layout": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}},
+            "layout.recompute_modules", "add_bias_linear", "add_bias_linear false",
         ),
         (
-            {"train": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}},
-            "train.recompute_modules", "model.num_moe_experts", "moe",
+            {"layout": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}},
+            "layout.recompute_modules", "model.num_moe_experts", "moe",
         ),
         (
-            {"train": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1,
+            {"layout": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1,
                        "recompute_modules": ["layernorm"]}},
-            "train.recompute_modules", "recompute_granularity full", "recompute_granularity selective",
+            "layout.recompute_modules", "recompute_granularity full", "recompute_granularity selective",
         ),
         (
-            {"train": {"recompute_granularity": "auto", "recompute_modules": ["layernorm"]}},
-            "train.recompute_modules", "recompute_granularity auto", "recompute_granularity selective",
+            {"layout": {"recompute_granularity": "auto", "recompute_modules": ["layernorm"]}},
+            "layout.recompute_modules", "recompute_granularity auto", "recompute_granularity selective",
         ),
         (
-            {"train": {"recompute_method": "block"}},
-            "train.recompute_method", "recompute_granularity", "recompute_granularity full",
+            {"layout": {"recompute_method": "block"}},
+            "layout.recompute_method", "recompute_granularity", "recompute_granularity full",
         ),
         ({"train": {"initial_loss_scale": 0.5}}, "train.min_loss_scale", "initial_loss_scale", "0.5"),
         (
-            {"parallelism": {"overlap_param_gather": True}},
-            "parallelism.overlap_param_gather", "overlap_grad_reduce false", "overlap_grad_reduce true",
+            {"layout": {"overlap_param_gather": True}},
+            "layout.overlap_param_gather", "overlap_grad_reduce false", "overlap_grad_reduce true",
         ),
         (
             {"checkpoint": {"save_interval": 3, "keep_interval": 10}},
@@ -118,8 +119,8 @@ def make(**sections: dict[str, Any]) -> Recipe:
             "checkpoint.non_persistent_local_ckpt_dir",
         ),
         (
-            {"zero": {"stage": 2},
-             "checkpoint": {"non_persistent_save_interval": 3, "non_persistent_local_ckpt_dir": "/nvme"}},
+            {"layout": {"zero": {"stage": 2},
+             }, "checkpoint": {"non_persistent_save_interval": 3, "non_persistent_local_ckpt_dir": "/nvme"}},
             "checkpoint.non_persistent_save_interval", "deepspeed", "megatron",
         ),
         (
@@ -135,12 +136,12 @@ def make(**sections: dict[str, Any]) -> Recipe:
         (
             {"faults": {"check_results_across_dp_replicas_interval": 9},
              "model": {"num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": False},
-             "parallelism": {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
+             "layout": {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
                              "tensor_model_parallel_size": 2, "sequence_parallel": True}},
             "faults.check_results_across_dp_replicas_interval", "expert_model_parallel_size 2", "remove",
         ),
         (
-            {"faults": {"check_results_across_dp_replicas_interval": 9}, "zero": {"stage": 2}},
+            {"faults": {"check_results_across_dp_replicas_interval": 9}, "layout": {"zero": {"stage": 2}}},
             "faults.check_results_across_dp_replicas_interval", "9", "remove",
         ),
     ],
@@ -174,8 +175,10 @@ def test_a_rehearsal_keeps_every_switch_and_is_small(name: str) -> None:
     for switch in SWITCHES:
         assert getattr(small.model, switch) == getattr(recipe.model, switch), switch
     assert small.optimizer == recipe.optimizer
-    for switch in ("precision", "recompute_granularity", "recompute_method", "label_smoothing", "seed"):
+    for switch in ("precision", "label_smoothing", "seed"):
         assert getattr(small.train, switch) == getattr(recipe.train, switch), switch
+    for switch in ("recompute_granularity", "recompute_method"):
+        assert getattr(small.layout, switch) == getattr(recipe.layout, switch), switch
     assert small.model.num_layers <= 6
     assert small.model.hidden_size <= 128
     assert small.model.seq_length <= 128
@@ -203,11 +206,11 @@ def test_a_rehearsal_keeps_the_head_structure(heads: int, groups: int | None, ex
         {"model": {"hidden_size": 128, "position_embedding_type": "rope", "rotary_percent": 0.0625}},
         {"model": {"max_position_embeddings": 4096, "seq_length": 4096}},
         {"model": {**YARN, "seq_length": 4098, "yarn_original_max_position_embeddings": 30},
-             "parallelism": {"context_parallel_size": 3}},
+             "layout": {"context_parallel_size": 3}},
         {"scheduler": {"lr_decay_style": "WSD", "lr_warmup_iters": 8, "lr_wsd_decay_iters": 2}},
         {"scheduler": {"lr_warmup_iters": 9, "lr_decay_iters": 10}, "train": {"train_iters": 100_000}},
-        {"train": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 40},
-             "model": {"num_layers": 40}},
+        {"model": {"num_layers": 40},
+         "layout": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 40}},
         {"checkpoint": {"save_interval": 7, "keep_interval": 21}},
         {"data": {"tokenizer": {"type": "huggingface", "path": "x"}}, "model": {"vocab_size": 100}},
     ],
@@ -223,7 +226,7 @@ def test_a_rehearsal_of_an_unusual_recipe_is_valid(sections: Any) -> None:
 def test_a_rehearsal_divides_over_ranks_and_keeps_its_local_sources() -> None:
     small = proxy(make(data={"sources": [{"type": "text", "path": "a"}, {"type": "hub", "path": "b"}]}))
     assert [source.location for source in small.data.sources] == ["a"]
-    assert small.train.global_batch_size % (4 * small.train.micro_batch_size) == 0
+    assert small.train.global_batch_size % (4 * small.layout.micro_batch_size) == 0
     long_name = Recipe.model_validate({**make().model_dump(), "name": "a" * 63})
     assert Recipe.model_validate(proxy(long_name).model_dump()).name.endswith("-smoke")
 
@@ -337,7 +340,7 @@ def sections(above: type[Section]) -> Iterator[type[Section]]:
 @pytest.mark.parametrize(
     ("wrong", "right"),
     [
-        ("model.n_layers", "model.num_layers"), ("micro_batch_size", "train.micro_batch_size"),
+        ("model.n_layers", "model.num_layers"), ("micro_batch_size", "layout.micro_batch_size"),
         ("optimizer.weight_deca", "optimizer.weight_decay"), ("train.lr_warmup_iters", "scheduler.lr_warmup_iters"),
         ("data.sources.3.pth", "data.sources.3.path"), ("zzzzqqq", ""),
     ],

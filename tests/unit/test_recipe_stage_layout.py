@@ -106,11 +106,13 @@ def make(notation: str, stages: int, chunks: int, layers: int, predictions: int)
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
         "pipeline_model_parallel_layout": notation,
     }
-    train = {"train_iters": 1, "micro_batch_size": 1, "global_batch_size": 12}
+    train = {"train_iters": 1, "global_batch_size": 12}
     return Recipe.model_validate(
         {
-            "name": "t", "model": {**model, "mtp_num_layers": predictions or None}, "parallelism": parallelism,
-            "train": train, "optimizer": {"lr": 1e-3},
+            "name": "t", "model": {**model, "mtp_num_layers": predictions or None},
+            "layout": parallelism,
+            "train": train,
+            "optimizer": {"lr": 1e-3},
         }
     )  # fmt: skip
 

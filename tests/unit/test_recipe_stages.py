@@ -39,7 +39,7 @@ from tests.refusals import refused
 
 STAGES: list[dict[str, Any]] = [
     {"name": "s1", "train_iters": 20},
-    {"name": "s2", "tokens": 20_000, "model": {"seq_length": 128}, "train": {"micro_batch_size": 1}},
+    {"name": "s2", "tokens": 20_000, "model": {"seq_length": 128}, "layout": {"micro_batch_size": 1}},
     {
         "name": "s3",
         "train": {"global_batch_size": 4},
@@ -73,7 +73,7 @@ def test_a_stage_has_what_it_and_the_earlier_ones_change() -> None:
     recipe = staged()
     begin, long, anneal = stage_recipes(recipe)
     assert [each.model.seq_length for each in (begin, long, anneal)] == [64, 128, 128]
-    assert [each.train.micro_batch_size for each in (begin, long, anneal)] == [2, 1, 1]
+    assert [each.layout.micro_batch_size for each in (begin, long, anneal)] == [2, 1, 1]
     assert [each.train.global_batch_size for each in (begin, long, anneal)] == [8, 8, 4]
     assert anneal.train.rampup_batch_size is None
     # The ramp takes 25 steps of 4, across the boundary; 20,000 tokens are 157 samples: 5 steps of 4, and 18 of 8.
@@ -186,17 +186,17 @@ def changed(number: int, **keys: Any) -> list[dict[str, Any]]:
         (changed(2, train_iters=3), {}, "train.train_iters", "train.train_iters=46"),
         (changed(0, train_iters=80), {}, "stages.2", "train.train_iters"),
         (changed(0, model={"hidden_size": 128}), {}, "stages.0.model.hidden_size", "seq_length"),
-        (changed(0, train={"seed": 1}), {}, "stages.0.train.seed", "micro_batch_size"),
-        (changed(0, parallelism={"tensor": 2}), {}, "stages.0.parallelism.tensor", "tensor_model_parallel_size"),
-        (changed(1, parallelism={"tensor_model_parallel_size": 0}), {},
-         "stages.1.parallelism.tensor_model_parallel_size", "s2"),
-        (changed(1, parallelism={"tensor_model_parallel_size": 3}), {}, "parallelism.tensor_model_parallel_size", "s2"),
-        (changed(2, parallelism={"sequence_parallel": True}), {}, "parallelism.sequence_parallel", "s3"),
-        (changed(1, speed={"attention_backend": "flash"}), {}, "stages.1.speed.attention_backend", "manual_gc"),
-        (changed(1, speed={"hierarchical_context_parallel_sizes": [2, 2]}), {},
-         "speed.hierarchical_context_parallel_sizes", "s2"),
-        (changed(0, train={"micro_batch_size": "two"}), {}, "stages.0.train.micro_batch_size", "s1"),
-        (changed(1, train={"micro_batch_size": 3}), {}, "train.rampup_batch_size", ("s2", "3 or 6")),
+        (changed(0, train={"seed": 1}), {}, "stages.0.train.seed", "global_batch_size"),
+        (changed(0, layout={"tensor": 2}), {}, "stages.0.layout.tensor", "tensor_model_parallel_size"),
+        (changed(1, layout={"tensor_model_parallel_size": 0}), {},
+         "stages.1.layout.tensor_model_parallel_size", "s2"),
+        (changed(1, layout={"tensor_model_parallel_size": 3}), {}, "layout.tensor_model_parallel_size", "s2"),
+        (changed(2, layout={"sequence_parallel": True}), {}, "layout.sequence_parallel", "s3"),
+        (changed(1, layout={"attention_backend": "flash"}), {}, "stages.1.layout.attention_backend", "manual_gc"),
+        (changed(1, layout={"hierarchical_context_parallel_sizes": [2, 2]}), {},
+         "layout.hierarchical_context_parallel_sizes", "s2"),
+        (changed(0, layout={"micro_batch_size": "two"}), {}, "stages.0.layout.micro_batch_size", "s1"),
+        (changed(1, layout={"micro_batch_size": 3}), {}, "train.rampup_batch_size", ("s2", "3 or 6")),
         (changed(2, scheduler={"lr_decay_style": "WSD"}), {}, "scheduler.lr_decay_style", "s3"),
         (changed(2, optimizer={"lr": 1e-5, "min_lr": 1e-3}), {}, "optimizer.min_lr", "s3"),
         (changed(2, data={"weights": [1]}), {}, "stages.2.data.weights", "2"),
@@ -223,11 +223,11 @@ def test_what_cannot_be_a_stage_is_refused(
 
 
 LAYOUTS: list[dict[str, Any]] = [
-    {"name": "of-64", "train_iters": 40, "parallelism": {"pipeline_model_parallel_size": 2}},
+    {"name": "of-64", "train_iters": 40, "layout": {"pipeline_model_parallel_size": 2}},
     {
         "name": "of-128",
         "model": {"seq_length": 128},
-        "parallelism": {"pipeline_model_parallel_size": 1, "tensor_model_parallel_size": 4, "sequence_parallel": True},
+        "layout": {"pipeline_model_parallel_size": 1, "tensor_model_parallel_size": 4, "sequence_parallel": True},
     },
 ]
 
@@ -249,7 +249,7 @@ def test_each_stage_has_the_layout_that_it_names() -> None:
 
 
 def test_ranks_that_the_layout_of_a_stage_does_not_divide_name_it() -> None:
-    with refused("parallelism", rule=("of-128", "4 ranks")):
+    with refused("layout", rule=("of-128", "4 ranks")):
         derive_run(staged(LAYOUTS), 2, ROOMY)
 
 
@@ -263,7 +263,7 @@ def test_all_gpus_are_taken_that_every_stage_divides() -> None:
 
 
 def changed_layout(number: int, parallelism: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{**stage, "parallelism": parallelism} if place == number else stage for place, stage in enumerate(LAYOUTS)]
+    return [{**stage, "layout": parallelism} if place == number else stage for place, stage in enumerate(LAYOUTS)]
 
 
 def test_a_stage_that_does_not_fit_is_named_before_the_start() -> None:
@@ -288,8 +288,8 @@ def test_a_range_of_replicas_is_one_of_numbers_of_ranks_in_every_stage() -> None
     (problem,) = check(staged(LAYOUTS, train={"elastic": [2, 2]}))
     assert problem.key == "train.elastic" and "of-128" in problem.what
     stages: list[dict[str, Any]] = [
-        {"name": "four", "train_iters": 40, "parallelism": {"tensor_model_parallel_size": 4}},
-        {"name": "three", "train": {"global_batch_size": 6}, "parallelism": {"tensor_model_parallel_size": 1}},
+        {"name": "four", "train_iters": 40, "layout": {"tensor_model_parallel_size": 4}},
+        {"name": "three", "train": {"global_batch_size": 6}, "layout": {"tensor_model_parallel_size": 1}},
     ]
     (problem,) = check(staged(stages, train={"elastic": [2, 4], "rampup_batch_size": None}))
     assert problem.key == "train.elastic"
@@ -306,13 +306,13 @@ def test_ranks_have_the_environment_that_some_stage_needs() -> None:
 
 
 def test_a_rank_refuses_a_later_stage_that_its_software_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = staged(changed(1, speed={"bias_dropout_fusion": True}))
+    recipe = staged(changed(1, layout={"bias_dropout_fusion": True}))
     plan, engines, platform = derive(stage_recipes(recipe)[1], 1, ROOMY), backend(recipe), select()
     obstacles: list[str | None] = [None]
     monkeypatch.setattr("llmrecipes.engine.core.model.gpt.compiler_obstacle", lambda _device: obstacles[0])
     engines.require(plan, platform)
     obstacles[0] = "there is no compiler"
-    with refused("speed.bias_dropout_fusion", rule="s2"):
+    with refused("layout.bias_dropout_fusion", rule="s2"):
         engines.require(plan, platform)
 
 
@@ -333,7 +333,7 @@ def test_a_teacher_reads_what_the_stage_reads_and_rotates_as_before() -> None:
     models = [teacher_model(each) for each in stage_recipes(recipe)]
     assert [(model.seq_length, model.rotary_base) for model in models] == [(64, 1e4), (128, 1e4), (128, 1e4)]
     # It has to fit each layout, as the student does.
-    wide = changed(2, parallelism={"pipeline_model_parallel_size": 2})
+    wide = changed(2, layout={"pipeline_model_parallel_size": 2})
     three = {"distill": {"teacher": "none", "model": {"num_layers": 3}}}
     (problem,) = check(staged(wide, **three))
     assert problem.key == "distill.model" and "s3" in problem.what
@@ -352,9 +352,9 @@ def test_a_stage_is_rehearsed_in_its_layout() -> None:
     recipe = staged(LAYOUTS)
     long = as_run(stage_named(recipe, "of-128"))
     assert span_of(long) is None and not long.stages and not check(long)
-    assert (long.model.seq_length, long.parallelism.tensor_model_parallel_size) == (128, 4)
+    assert (long.model.seq_length, long.layout.tensor_model_parallel_size) == (128, 4)
     assert batch_schedule(long).is_constant
-    assert proxy(long).parallelism.tensor_model_parallel_size == 2
+    assert proxy(long).layout.tensor_model_parallel_size == 2
 
 
 def test_layouts_are_not_searched_by_the_step_of_one_stage() -> None:
@@ -364,4 +364,4 @@ def test_layouts_are_not_searched_by_the_step_of_one_stage() -> None:
 
 def test_a_batch_that_the_ranks_cannot_share_names_its_stage() -> None:
     with refused("train.global_batch_size", rule=("s3", "4 or 8")):
-        derive_run(staged(changed(2, train={"global_batch_size": 6}), train={"micro_batch_size": 1}), 4, ROOMY)
+        derive_run(staged(changed(2, train={"global_batch_size": 6}), layout={"micro_batch_size": 1}), 4, ROOMY)

@@ -49,10 +49,10 @@ def test_every_key_of_a_config_json_is_known_or_answered() -> None:
         ("num_hidden_layers", ["model.num_layers"]),
         ("parallelism.rms_norm_eps", ["model.layernorm_epsilon"]),
         ("model.rope_scaling.factor", ["model.rope_scaling_factor"]),
-        ("tp", ["parallelism.tensor_model_parallel_size"]),
-        ("--pipeline-model-parallel-size", ["parallelism.pipeline_model_parallel_size"]),
+        ("tp", ["layout.tensor_model_parallel_size"]),
+        ("--pipeline-model-parallel-size", ["layout.pipeline_model_parallel_size"]),
         ("train.learning_rate", ["optimizer.lr"]),
-        ("batch_size", ["train.micro_batch_size", "train.global_batch_size"]),
+        ("batch_size", ["layout.micro_batch_size", "train.global_batch_size"]),
         ("optimizer.betas", ["optimizer.adam_beta1", "optimizer.adam_beta2"]),
         ("data.sources.3.text_column", ["data.sources.3.text_key"]),
         ("data.dataset_path", ["data.sources.0.path"]),
@@ -98,7 +98,7 @@ def test_a_pasted_config_is_answered_key_by_key_and_nothing_is_called_missing() 
 def test_an_option_that_is_a_key_here_is_named_as_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["show", "gpt-tiny", "--tensor-model-parallel-size", "2"]) == 2
     require_message(
-        capsys.readouterr().err, "--tensor-model-parallel-size", rule="parallelism.tensor_model_parallel_size=..."
+        capsys.readouterr().err, "--tensor-model-parallel-size", rule="layout.tensor_model_parallel_size=..."
     )
     assert cli.run(["show", "gpt-tiny", "--lr=1"]) == 2
     require_message(capsys.readouterr().err, "--lr", rule="optimizer.lr=...")

@@ -27,7 +27,7 @@ def write(folder: Path, *overrides: str) -> Path:
 
 
 def test_the_new_recipe_is_the_dense_one_with_experts(dense: Path) -> None:
-    before, after = load_upcycled(dense, [EIGHT, "optimizer.lr=1e-3", "parallelism.expert_model_parallel_size=2"])
+    before, after = load_upcycled(dense, [EIGHT, "optimizer.lr=1e-3", "layout.expert_model_parallel_size=2"])
     assert (after.name, after.model.num_moe_experts, after.optimizer.lr) == ("gpt-tiny-moe", 8, 1e-3)
     assert after.model.model_copy(update={"num_moe_experts": None}) == before.model
     assert load_upcycled(dense, [EIGHT, "name=other"])[1].name == "other"

@@ -49,11 +49,11 @@ URLS = {
 CANARIES = {name: f"Canary{number:02}of30" for number, name in enumerate([*NAMES, *URLS])}
 VARIABLES = {name: URLS.get(name, "{}").format(canary) for name, canary in CANARIES.items()}
 NUMBERS = (
-    "train.train_iters", "train.seed", "train.micro_batch_size", "train.global_batch_size", "train.eval_interval",
+    "train.train_iters", "train.seed", "layout.micro_batch_size", "train.global_batch_size", "train.eval_interval",
     "train.eval_iters", "train.log_interval", "model.num_layers", "model.hidden_size", "model.ffn_hidden_size",
     "model.num_attention_heads", "model.num_query_groups", "model.kv_channels", "model.seq_length", "model.vocab_size",
     "optimizer.lr", "optimizer.weight_decay", "scheduler.lr_warmup_iters", "checkpoint.save_interval",
-    "checkpoint.most_recent_k", "data.num_workers", "data.prefetch_factor", "parallelism.tensor_model_parallel_size",
+    "checkpoint.most_recent_k", "data.num_workers", "data.prefetch_factor", "layout.tensor_model_parallel_size",
 )  # fmt: skip
 """Keys that refuse text, and quote it."""
 

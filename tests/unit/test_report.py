@@ -64,7 +64,7 @@ def make(
     return run_dir
 
 
-RELAID = {"engine": "megatron", "parallelism.tensor_model_parallel_size": 2}
+RELAID = {"layout.engine": "megatron", "layout.tensor_model_parallel_size": 2}
 
 
 def interrupted() -> list[dict[str, Any]]:
@@ -72,7 +72,8 @@ def interrupted() -> list[dict[str, Any]]:
     lost: dict[str, Any] = {"reached_step": 6, "reached_time": BEGAN + 16}
     first = [step(n, BEGAN + 10 + n) for n in range(1, 5)]
     return [
-        note(0, "started", BEGAN + 8, ranks=2, host="n0", pid=1, process_seconds=8.0, executed={"engine": "megatron"}),
+        note(0, "started", BEGAN + 8, ranks=2, host="n0", pid=1, process_seconds=8.0,
+            executed={"layout.engine": "megatron"}),
         *first,
         note(4, "checkpoint_saved", BEGAN + 14.5, seconds=0.4, loop_waited=0.1),
         note(4, "started", BEGAN + 90, ranks=2, host="n1", pid=2, process_seconds=14.0, **lost, executed=RELAID),
@@ -125,7 +126,7 @@ def test_a_page_has_every_section_and_loads_nothing(tmp_path: Path) -> None:
     assert len(pictures) >= 8 and all(attributes["aria-label"] for attributes in pictures)
     headings = [tag for tag, _ in page.tags if re.fullmatch("h[1-6]", tag)]
     assert headings[0] == "h1" and headings.count("h1") == 1
-    assert "parallelism.tensor_model_parallel_size default → 2" in page.words
+    assert "layout.tensor_model_parallel_size default → 2" in page.words
 
 
 @pytest.mark.parametrize("events", [[], interrupted()])
@@ -159,7 +160,7 @@ def test_starts_and_time_by_cause_add_up(tmp_path: Path) -> None:
         (0, 6, 2, "n0", 2),
         (4, 8, 0, "n1", 2),
     ]
-    assert [start.changed for start in past.starts] == ["", "parallelism.tensor_model_parallel_size default → 2"]
+    assert [start.changed for start in past.starts] == ["", "layout.tensor_model_parallel_size default → 2"]
     assert past.interruptions == 1
     assert past.wall == pytest.approx(106)
     assert past.causes == {

@@ -316,7 +316,7 @@ def wide(corpus: Path, **search: Any) -> Recipe:
     model = {"hidden_size": 128, "num_attention_heads": 8, "ffn_hidden_size": 512, **MUP}
     section = {"space": [LR], "n_trials": 4, "enqueue_recipe": False, "sampler": {"seed": 1}, **search}
     tensor = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    return tiny_on(corpus, model=model, parallelism=tensor, train={"eval_interval": 3}, search=section)
+    return tiny_on(corpus, model=model, layout=tensor, train={"eval_interval": 3}, search=section)
 
 
 def test_a_proxy_is_tuned_and_the_recipe_gets_its_values(
@@ -336,9 +336,9 @@ def test_a_proxy_is_tuned_and_the_recipe_gets_its_values(
     answer = json.loads(capsys.readouterr().out)
     shapes = {(each.model.hidden_size, each.model.num_attention_heads, each.model.ffn_hidden_size) for each in seen}
     assert shapes == {(32, 2, 128)}
-    assert {each.parallelism.tensor_model_parallel_size for each in seen} == {1}
+    assert {each.layout.tensor_model_parallel_size for each in seen} == {1}
     found = load(answer["recipes"][0]).recipe
-    assert (found.model.hidden_size, found.parallelism.tensor_model_parallel_size) == (128, 2)
+    assert (found.model.hidden_size, found.layout.tensor_model_parallel_size) == (128, 2)
     assert found.optimizer.lr == answer["best"][0]["values"]["optimizer.lr"]
     assert found.model.mup_base_hidden_size == 32
     # The study of the recipe itself is another one.
@@ -352,8 +352,8 @@ def test_a_trial_of_a_proxy_that_the_recipe_cannot_use_is_not_started(
     recipe = wide(
         corpus, space=[{"key": "model.num_layers", "choices": [3, 4]}], sampler={"type": "GridSampler"}, n_trials=None
     )
-    layout = recipe.parallelism.model_copy(update={"pipeline_model_parallel_size": 2})
-    recipe = recipe.model_copy(update={"parallelism": layout})
+    layout = recipe.layout.model_copy(update={"pipeline_model_parallel_size": 2})
+    recipe = recipe.model_copy(update={"layout": layout})
     folders = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(data_dir)]
     command = ["search", write_recipe(recipe, tmp_path), "--proxy", "--to", "curves", "--nproc", "1"]
     assert run([*command, *folders, "--json"]) == 0
@@ -375,7 +375,7 @@ def test_a_proxy_needs_a_narrower_base(overrides: list[str], key: str, tmp_path:
         base_width(load(path, [f"model.{override}" for override in overrides]).recipe)
 
 
-@pytest.mark.parametrize("key", ["model.ffn_hidden_size", "parallelism.tensor_model_parallel_size"])
+@pytest.mark.parametrize("key", ["model.ffn_hidden_size", "layout.tensor_model_parallel_size"])
 def test_a_proxy_has_a_width_and_a_layout_of_its_own(key: str, corpus: Path) -> None:
     with refused("--proxy"):
         base_width(wide(corpus, space=[{"key": key, "choices": [1, 2]}]))

@@ -72,12 +72,12 @@ def test_a_study_goes_on_in_another_layout_unless_it_measures_time(objective: st
     recipe = searched(n_trials=2, objectives=[objective])
     ran(recipe, tmp_path)
     other = searched(n_trials=3, objectives=[objective])
-    other = other.model_copy(update={"train": other.train.model_copy(update={"micro_batch_size": 4})})
-    assert other.train.micro_batch_size != recipe.train.micro_batch_size
+    other = other.with_layout(micro_batch_size=4)
+    assert other.layout.micro_batch_size != recipe.layout.micro_batch_size
     if objective == "valid_loss":
         assert len(ran(other, tmp_path, resume=True).trials) == 3
     else:
-        with refused(tmp_path / "runs/lab-search/lab/journal.log", rule="train.micro_batch_size"):
+        with refused(tmp_path / "runs/lab-search/lab/journal.log", rule="layout.micro_batch_size"):
             ran(other, tmp_path, resume=True)
 
 

@@ -38,7 +38,7 @@ def batches(recipe: Recipe, counted: list[int]) -> Iterator[Batch]:
     mask = torch.zeros(SAMPLES, SEQUENCE)
     for row, number in zip(mask, counted * SAMPLES, strict=False):
         row[SEQUENCE - number :] = 1
-    size = recipe.train.micro_batch_size
+    size = recipe.layout.micro_batch_size
     for ids, of_ids in zip(tokens.split(size), mask.split(size), strict=True):
         positions = torch.arange(SEQUENCE).expand(size, -1)
         yield {"tokens": ids[:, :-1], "labels": ids[:, 1:], "loss_mask": of_ids, "position_ids": positions}
@@ -66,8 +66,9 @@ def require_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], r
 
 def term(counted: list[int], size: int = 2, **model: Any) -> dict[str, torch.Tensor]:
     """What keys of a model add to its gradients."""
-    train = {"micro_batch_size": size}
-    return difference(gradients(moe_recipe(train=train, **model), counted), gradients(moe_recipe(train=train), counted))
+    layout = {"micro_batch_size": size}
+    with_term, without = moe_recipe(layout=layout, **model), moe_recipe(layout=layout)
+    return difference(gradients(with_term, counted), gradients(without, counted))
 
 
 ROUTER_TERMS: dict[str, dict[str, Any]] = {
@@ -122,19 +123,19 @@ def test_a_predicted_token_has_the_same_weight_in_every_micro_batch(world: World
     counted = [16, 3, 16, 16, 1, 0, 9, 16]
 
     def of(size: int, counted: list[int]) -> dict[str, torch.Tensor]:
-        train = {"micro_batch_size": size, "loss_chunk_tokens": chunk}
+        layout = {"micro_batch_size": size, "loss_chunk_tokens": chunk}
         model = {"num_moe_experts": None, "mtp_num_layers": 2, "mtp_loss_scaling_factor": 1.0, **ROPE}
-        return gradients(moe_recipe(train=train, **model), counted)
+        return gradients(moe_recipe(layout=layout, **model), counted)
 
     one = of(1, counted)
     for size in (2, 8):
         require_same(of(size, counted), one, rtol=1e-5)
 
 
-@pytest.mark.parametrize("train", [{}, FULL], ids=["plain", "recomputed"])
-def test_labels_of_masked_tokens_have_no_effect_on_predictions(world: World, train: dict[str, Any]) -> None:
+@pytest.mark.parametrize("layout", [{}, FULL], ids=["plain", "recomputed"])
+def test_labels_of_masked_tokens_have_no_effect_on_predictions(world: World, layout: dict[str, Any]) -> None:
     model = {"num_moe_experts": None, "mtp_num_layers": 2, "mtp_loss_scaling_factor": 1.0, **ROPE}
-    recipe = moe_recipe(train=train, **model)
+    recipe = moe_recipe(layout=layout, **model)
 
     def of(label: int | None) -> dict[str, torch.Tensor]:
         engine, seen = engine_of(recipe), dict[str, torch.Tensor]()
@@ -174,8 +175,8 @@ def test_experts_that_are_padded_to_their_capacity_are_balanced_alike(world: Wor
 def test_the_bias_of_experts_counts_each_trained_token_once(world: World) -> None:
     """Neither those of a second forward pass for recomputation nor those of an evaluation."""
 
-    def trained(evaluating: bool, **train: Any) -> list[float]:
-        recipe = moe_recipe(train=train, **BIAS)
+    def trained(evaluating: bool, **layout: Any) -> list[float]:
+        recipe = moe_recipe(layout=layout, **BIAS)
         engine = engine_of(recipe)
         for _ in range(3):
             engine.train_step(batches(recipe, [SEQUENCE]))

@@ -53,7 +53,7 @@ def record(runs_dir: Path, *steps: StepMetrics, **tracking: Any) -> Path:
     recipe = Recipe(
         name="tiny",
         model=Model(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=8, vocab_size=64),
-        train=Train(train_iters=20, micro_batch_size=1, global_batch_size=1),
+        train=Train(train_iters=20, global_batch_size=1),
         optimizer=Optimizer(lr=1e-3),
         tracking=Tracking(system_metrics_interval=None, **tracking),
     )
@@ -161,7 +161,7 @@ def test_a_step_with_more_values_than_one_mlflow_request_allows(
 def test_the_first_the_last_and_every_tenth_step_are_measured_if_they_are_logged(
     interval: int, measured: list[int]
 ) -> None:
-    train = Train(train_iters=25, micro_batch_size=1, global_batch_size=1, log_interval=interval)
+    train = Train(train_iters=25, global_batch_size=1, log_interval=interval)
     shape = Model(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=8, vocab_size=512)
     recipe = Recipe(name="t", model=shape, train=train, optimizer=Optimizer(lr=1e-3))
     assert [step for step in range(1, 26) if is_measured(step, recipe)] == measured

@@ -68,7 +68,7 @@ def recipe(experiment: str, *, description: str = "", **tracking: Any) -> Recipe
         name="tiny",
         description=description,
         model=Model(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=8, vocab_size=64),
-        train=Train(train_iters=TOTAL, micro_batch_size=1, global_batch_size=1),
+        train=Train(train_iters=TOTAL, global_batch_size=1),
         optimizer=Optimizer(lr=1e-3),
         tracking=Tracking(experiment=experiment, tensorboard=False, **tracking),
     )

@@ -34,7 +34,7 @@ def recipe(**changes: Any) -> Recipe:
     values: dict[str, Any] = {
         "name": "tiny",
         "model": Model(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=8, vocab_size=64),
-        "train": Train(train_iters=20, micro_batch_size=1, global_batch_size=1),
+        "train": Train(train_iters=20, global_batch_size=1),
         "optimizer": Optimizer(lr=1e-3),
         "tracking": Tracking(mlflow=False),
     }
@@ -87,7 +87,7 @@ def test_resuming_with_other_settings_keeps_the_earlier_ones(tmp_path: Path) -> 
     open_tracker(tmp_path, resumed_step=5).close("KILLED")
     run_dir = tmp_path / "tiny" / "one"
     assert not list((run_dir / "logs").glob("*until*"))  # nothing changed, nothing is kept twice
-    longer = recipe(train=Train(train_iters=40, micro_batch_size=1, global_batch_size=1))
+    longer = recipe(train=Train(train_iters=40, global_batch_size=1))
     open_tracker(tmp_path, resumed_step=10, made_from=longer).close("KILLED")
     earlier = run_dir / "logs" / "recipe.until-step-00000010.yaml"
     assert yaml.safe_load(earlier.read_text())["train"]["train_iters"] == 20
@@ -114,7 +114,7 @@ def test_a_resumed_run_reads_as_if_never_interrupted(tmp_path: Path) -> None:
 
 
 def test_log_interval_thins_tensorboard_but_not_the_record(tmp_path: Path) -> None:
-    sparse = recipe(train=Train(train_iters=20, micro_batch_size=1, global_batch_size=1, log_interval=4))
+    sparse = recipe(train=Train(train_iters=20, global_batch_size=1, log_interval=4))
     with open_tracker(tmp_path, made_from=sparse) as tracker:
         for number in range(1, 11):
             tracker.step(step(number))

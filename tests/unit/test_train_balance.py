@@ -123,7 +123,7 @@ def test_a_router_that_has_no_preference(world: World, model: dict[str, Any], ea
 def test_recomputation_and_evaluation_are_not_counted(world: World) -> None:
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     plain = one_step(engine_of(moe_recipe()))
-    engine = engine_of(moe_recipe(train=full))
+    engine = engine_of(moe_recipe(layout=full))
     engine.parts.the(RouterBalance).start()
     engine.evaluate(micro_batches(), 1)
     engine.train_step(micro_batches())

@@ -23,7 +23,7 @@ from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.models.upcycle import upcycle
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load as load_recipe
-from llmrecipes.recipe.schema import Parallelism, Recipe
+from llmrecipes.recipe.schema import LayoutKeys, Recipe
 from llmrecipes.workflow.run import Paths, TrainOptions
 from llmrecipes.workflow.train import train
 
@@ -70,10 +70,11 @@ def test_nothing_is_drawn_where_a_checkpoint_is_loaded(
                 "name": "dense",
                 "model": MODEL,
                 "data": {"sources": [{"type": "text", "path": str(corpus)}], "num_workers": 0},
-                "train": {"train_iters": steps, "micro_batch_size": 2, "global_batch_size": 4, "precision": "bf16"},
+                "train": {"train_iters": steps, "global_batch_size": 4, "precision": "bf16"},
                 "optimizer": {"lr": 1e-2},
                 "scheduler": {"lr_decay_iters": 4},
                 "tracking": {"mlflow": False, "tensorboard": False},
+                "layout": {"micro_batch_size": 2},
             }
         )
         options = TrainOptions(nproc=1, run_id="first", run=RunOptions(sample=False, from_scratch=from_scratch))
@@ -92,7 +93,7 @@ def test_nothing_is_drawn_where_a_checkpoint_is_loaded(
     drawn.clear()
     made = upcycle(run_dir, ["model.num_moe_experts=4"], tmp_path, "made")
     assert drawn == [4 * 32] * 2, "of its routers"
-    with join(select(), 1, Parallelism()):
+    with join(select(), 1, LayoutKeys()):
         recipe = load_recipe(f"{made.run_dir}/recipe.yaml").recipe
         (entry,) = CheckpointStore(Path(made.run_dir) / "checkpoints").entries()
         model = MegatronBackend().load_weights(derive(recipe, 1, detect()), select(), entry)

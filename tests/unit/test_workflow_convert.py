@@ -59,7 +59,7 @@ def old(tmp_path: Path) -> Path:
 
 def test_the_new_run_has_the_checkpoint_under_its_own_manifest(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = content(old)
-    assert convert(old, "--to", "deepspeed", "zero.stage=3", "--json") == 0
+    assert convert(old, "--to", "deepspeed", "layout.zero.stage=3", "--json") == 0
     made = json.loads(capsys.readouterr().out)
     new = old.parent / "new"
     assert content(old) == before
@@ -67,8 +67,8 @@ def test_the_new_run_has_the_checkpoint_under_its_own_manifest(old: Path, capsys
     assert (made["step"], made["from_engine"], made["engine"], made["zero_stage"]) == (STEP, "megatron", "deepspeed", 3)
     assert json.loads((new / "converted.json").read_bytes()) == made
     recipe = load(str(new / "recipe.yaml")).recipe
-    assert recipe.zero is not None
-    assert (recipe.engine, recipe.zero.stage) == ("deepspeed", 3)
+    assert recipe.layout.zero is not None
+    assert (recipe.layout.engine, recipe.layout.zero.stage) == ("deepspeed", 3)
     entry = CheckpointStore(new / "checkpoints").latest_valid()
     (source,) = CheckpointStore(old / "checkpoints").entries()
     assert entry is not None
@@ -84,24 +84,24 @@ def test_the_new_run_has_the_checkpoint_under_its_own_manifest(old: Path, capsys
 
 
 def test_the_command_that_resumes_is_printed(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert convert(old, "--to", "deepspeed", "zero.stage=2") == 0
+    assert convert(old, "--to", "deepspeed", "layout.zero.stage=2") == 0
     new = old.parent / "new"
     assert f"llmrecipes train {new}/recipe.yaml --run-id new --runs-dir {old.parents[1]}" in capsys.readouterr().out
 
 
 def test_megatron_takes_no_section_zero_along(tmp_path: Path) -> None:
-    recipe = tiny(zero={"stage": 3, "sub_group_size": 1000, "offload_optimizer": "cpu"})
+    recipe = tiny(layout={"zero": {"stage": 3, "sub_group_size": 1000, "offload_optimizer": "cpu"}})
     old = make_run(tmp_path / "runs", recipe)
     assert convert(old, "--to", "megatron") == 0
     made = load(str(old.parent / "new" / "recipe.yaml")).recipe
-    assert made.zero is None and engine_name(made) == "megatron"
-    assert made.parallelism.use_distributed_optimizer
+    assert made.layout.zero is None and engine_name(made) == "megatron"
+    assert made.layout.use_distributed_optimizer
 
 
 def test_the_same_engine_at_another_stage(tmp_path: Path) -> None:
-    old = make_run(tmp_path / "runs", tiny(zero={"stage": 2}))
-    assert convert(old, "--to", "deepspeed", "zero.stage=3") == 0
-    zero = load(str(old.parent / "new" / "recipe.yaml")).recipe.zero
+    old = make_run(tmp_path / "runs", tiny(layout={"zero": {"stage": 2}}))
+    assert convert(old, "--to", "deepspeed", "layout.zero.stage=3") == 0
+    zero = load(str(old.parent / "new" / "recipe.yaml")).recipe.layout.zero
     assert zero is not None and zero.stage == 3
 
 
@@ -110,7 +110,7 @@ def test_another_file_system_has_a_copy(old: Path, monkeypatch: pytest.MonkeyPat
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "link", refuse)
-    assert convert(old, "--to", "deepspeed", "zero.stage=2") == 0
+    assert convert(old, "--to", "deepspeed", "layout.zero.stage=2") == 0
     entry = CheckpointStore(old.parent / "new" / "checkpoints").latest_valid()
     assert entry is not None
     source = CheckpointStore(old / "checkpoints").path(STEP)
@@ -122,12 +122,13 @@ def test_another_file_system_has_a_copy(old: Path, monkeypatch: pytest.MonkeyPat
     ("arguments", "where", "rule"),
     [
         (["--to", "apex"], "--to", ()),
-        (["--to", "deepspeed"], "zero", "zero.stage=2"),
-        (["--to", "megatron"], "old", "zero.stage=3"),
-        (["--to", "deepspeed", "zero.stage=2", "engine=megatron"], "engine", ()),
-        (["--to", "deepspeed", "zero.stage=2", "optimizer.lr=1"], "old", "optimizer.lr"),
-        (["--to", "deepspeed", "zero.stage=2", "train.train_iters=99"], "old", "train.train_iters"),
-        (["--to", "deepspeed", "zero.stage=2", "parallelism.pipeline_model_parallel_size=2"], "zero.stage", ()),
+        (["--to", "deepspeed"], "zero", "layout.zero.stage=2"),
+        (["--to", "megatron"], "old", "layout.zero.stage=3"),
+        (["--to", "deepspeed", "layout.zero.stage=2", "layout.engine=megatron"], "engine", ()),
+        (["--to", "deepspeed", "layout.zero.stage=2", "optimizer.lr=1"], "old", "optimizer.lr"),
+        (["--to", "deepspeed", "layout.zero.stage=2", "train.train_iters=99"], "old", "train.train_iters"),
+        (["--to", "deepspeed", "layout.zero.stage=2", "layout.pipeline_model_parallel_size=2"], "layout.zero.stage",
+         ()),
     ],
 )  # fmt: skip
 def test_a_refusal_leaves_nothing_behind(
@@ -141,9 +142,9 @@ def test_a_refusal_leaves_nothing_behind(
 
 
 def test_a_run_id_in_use_is_refused(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert convert(old, "--to", "deepspeed", "zero.stage=2") == 0
+    assert convert(old, "--to", "deepspeed", "layout.zero.stage=2") == 0
     before = content(old.parents[1])
-    assert convert(old, "--to", "deepspeed", "zero.stage=3") == 2
+    assert convert(old, "--to", "deepspeed", "layout.zero.stage=3") == 2
     require_message(capsys.readouterr().err, old.parent / "new", rule="--run-id")
     assert content(old.parents[1]) == before
 
@@ -151,10 +152,10 @@ def test_a_run_id_in_use_is_refused(old: Path, capsys: pytest.CaptureFixture[str
 def test_a_run_without_a_valid_checkpoint_is_refused(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = CheckpointStore(old / "checkpoints").path(STEP) / "__0_0.distcp"
     file.write_bytes(b"changed" * 1000)
-    assert convert(old, "--to", "deepspeed", "zero.stage=2") == 93
+    assert convert(old, "--to", "deepspeed", "layout.zero.stage=2") == 93
     require_message(capsys.readouterr().err, old, rule="step-00000004")
     file.parent.rename(old / "elsewhere")
-    assert convert(old, "--to", "deepspeed", "zero.stage=2") == 2
+    assert convert(old, "--to", "deepspeed", "layout.zero.stage=2") == 2
     require_message(capsys.readouterr().err, old / "checkpoints")
     assert not (old.parent / "new").exists()
 
@@ -166,7 +167,7 @@ def test_a_full_disk_leaves_nothing_behind(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(CheckpointStore, "publish", full)
-    assert convert(old, "--to", "deepspeed", "zero.stage=2") == 2
+    assert convert(old, "--to", "deepspeed", "layout.zero.stage=2") == 2
     require_message(capsys.readouterr().err, old.parent / "new")
     assert not (old.parent / "new").exists()
 
@@ -192,7 +193,7 @@ def test_the_loss_curve_does_not_depend_on_conversions(
     recipe = write_recipe(tiny_on(corpus), tmp_path)
     train(recipe, "whole", 12)
     train(recipe, "first", 4)
-    train(converted("first", "deepspeed", "zero.stage=2"), "deepspeed", 8)
+    train(converted("first", "deepspeed", "layout.zero.stage=2"), "deepspeed", 8)
     train(converted("deepspeed", "megatron"), "megatron", 12)
     whole, parts = train_lines(runs / "tiny/whole"), train_lines(runs / "tiny/megatron")
     assert [line["step"] for line in parts] == list(range(1, 13))
@@ -201,6 +202,6 @@ def test_the_loss_curve_does_not_depend_on_conversions(
     assert not [line for line in lines(runs / "tiny/megatron") if line.get("event") == "metrics_damaged"]
     # The same run may change its engine too; it is said once.
     capsys.readouterr()
-    train(recipe, "first", 6, "zero.stage=2")
+    train(recipe, "first", 6, "layout.zero.stage=2")
     said = [line for line in "".join(capsys.readouterr()).splitlines() if "saved by engine megatron" in line]
     assert len(said) == 1 and "step-00000004" in said[0] and "deepspeed" in said[0]

@@ -25,10 +25,10 @@ from tests.unit.test_model_grow import Small
 @pytest.fixture
 def small_run(tmp_path: Path, corpus: Path) -> Path:
     """A run with a checkpoint of step 0."""
-    recipe = tiny_on(corpus, train={"train_iters": 2, "micro_batch_size": 8}, data={"num_workers": 0})
+    recipe = tiny_on(corpus, train={"train_iters": 2}, data={"num_workers": 0}, layout={"micro_batch_size": 8})
     platform = select()
     platform.install()
-    with join(platform, recipe.train.seed, recipe.parallelism):
+    with join(platform, recipe.train.seed, recipe.layout):
         source = Boxes(Small(engine_of(recipe), torch.float32))
         close_engines()
     folder = tmp_path / "runs" / "tiny" / "small"

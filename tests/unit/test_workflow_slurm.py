@@ -168,7 +168,7 @@ def test_ranks_on_detected_gpus_get_their_environment(
     monkeypatch.setattr(start, "prepare_data", lambda *_: None)
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "192")
     parallel = {"tensor_model_parallel_size": 2}
-    recipe = write_recipe(tiny(parallelism=parallel, train={"global_batch_size": 16}), tmp_path)
+    recipe = write_recipe(tiny(layout=parallel, train={"global_batch_size": 16}), tmp_path)
     folders = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(tmp_path / "data")]
     asked = ["begin", "--nodes", "2", "--ranks-per-node", "8", "--run-id", "mine", *folders]
     # Tokenizing would keep 16 GPUs waiting.

@@ -72,9 +72,9 @@ def test_a_resume_that_forgets_the_random_state_is_found_out(
 
 
 def test_a_rehearsal_reports_what_it_left_out() -> None:
-    recipe = load("mixtral-8x7b", ["parallelism.expert_tensor_parallel_size=2"]).recipe
+    recipe = load("mixtral-8x7b", ["layout.expert_tensor_parallel_size=2"]).recipe
     small = proxy(recipe)
-    layout = derive(small, smallest_world(small.parallelism), ROOMY).layout.as_dict()
+    layout = derive(small, smallest_world(small.layout), ROOMY).layout.as_dict()
     result = SmokeResult("m", 20, 10, 2.0, 1.0, None, "runs", layout, scaled(recipe, layout))
     assert result.ok
     assert [each["degree"] for each in result.as_dict()["not_run"]] == ["expert_tensor_parallel_size"]

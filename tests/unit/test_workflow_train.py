@@ -72,7 +72,7 @@ def test_a_recipe_that_cannot_fit_starts_nothing(
     ("arguments", "where", "rule"),
     [
         (["train", "gpt-tinny"], "gpt-tinny", "gpt-tiny"),
-        (["train", "gpt-tiny", "train.micro_batch_size=3"], "train.global_batch_size", "micro_batch_size 3"),
+        (["train", "gpt-tiny", "layout.micro_batch_size=3"], "train.global_batch_size", "micro_batch_size 3"),
         (["train", "gpt-tiny", "--nproc", "3"], "train.global_batch_size", "3"),
         (["train", "gpt-tiny", "--nproc", "0"], "--nproc", "0"),
         (["train", "gpt-tiny", "--run-id", "../escape"], "--run-id", "'../escape'"),
@@ -225,10 +225,10 @@ def test_generate_reads_a_run_with_zero_where_deepspeed_is_missing(
     )
     first, runs = trained / "runs/tiny/first", ["--runs-dir", str(tmp_path)]
     sharded = [
-        "zero.stage=3",
-        "zero.zero_hpz_partition_size=8",
-        "zero.offload_optimizer=nvme",
-        "zero.nvme_path=/not/here",
+        "layout.zero.stage=3",
+        "layout.zero.zero_hpz_partition_size=8",
+        "layout.zero.offload_optimizer=nvme",
+        "layout.zero.nvme_path=/not/here",
     ]
     assert cli.run(["convert", str(first), "--to", "deepspeed", *sharded, "--run-id", "zero", *runs]) == 0
     capfd.readouterr()
@@ -365,7 +365,7 @@ def test_carbon_is_by_the_profile_then_by_the_site_of_a_pod_then_by_the_recipe(m
 
 def test_ranks_know_the_nvlink_domain_of_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensor-parallel ranks on two nodes: no rank detects that NVLink joins them."""
-    recipe = tiny(parallelism={"tensor_model_parallel_size": 4})
+    recipe = tiny(layout={"tensor_model_parallel_size": 4})
     monkeypatch.setenv("WORLD_SIZE", "4")
     detected = replace(NODE, gpus=NODE.gpus[:2]).times(2)
     site = replace(detected, nvlink_domain=72)
@@ -379,7 +379,7 @@ def test_ranks_on_detected_gpus_know_it_and_get_their_environment(
     told: dict[str, Any] = {}
     monkeypatch.setattr(workflow, "run_ranks", lambda _module, arguments, **options: told.update(options) or 0)
     monkeypatch.delenv("OMP_NUM_THREADS")
-    recipe = tiny(parallelism={"tensor_model_parallel_size": 2})
+    recipe = tiny(layout={"tensor_model_parallel_size": 2})
     spec = spec_of(recipe, tmp_path)
     for cluster, on_gpus in ((NODE, True), (LAPTOP, False)):
         assert workflow.start(PreparedStart.of(spec, derive_run(recipe, 2, cluster), Machine(cluster, 2))) == 0

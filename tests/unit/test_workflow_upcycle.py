@@ -31,9 +31,10 @@ from tests.unit.balance_worker import ROOMY, make_engine, micro_batches
 SHAPE = {
     "name": "dense",
     "model": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 384},
-    "train": {"train_iters": 3, "micro_batch_size": 2, "global_batch_size": 8, "precision": "fp32"},
+    "train": {"train_iters": 3, "global_batch_size": 8, "precision": "fp32"},
     "optimizer": {"lr": 1e-2},
     "tracking": {"mlflow": False, "tensorboard": False},
+    "layout": {"micro_batch_size": 2},
 }
 GATED = {"add_bias_linear": False, "gated_linear_unit": True, "activation_func": "silu", "normalization": "RMSNorm"}
 OVERRIDES = ["model.num_moe_experts=4", "model.moe_aux_loss_coeff=0.01", "train.train_iters=2"]
@@ -60,7 +61,7 @@ def loss_of(run_dir: Path) -> float:
     recipe = load_recipe(str(run_dir / "recipe.yaml")).recipe
     entry = CheckpointStore(run_dir / "checkpoints").latest_valid()
     assert entry is not None
-    with join(select(), recipe.train.seed, recipe.parallelism):
+    with join(select(), recipe.train.seed, recipe.layout):
         engine = make_engine(recipe)
         load_model(engine.modules, load(entry, model_state(engine.modules)))
         return engine.train_step(micro_batches()).loss
@@ -98,7 +99,7 @@ def test_experts_start_alike_and_routers_do_not(paths: Paths, dense_run: Path) -
     run_dir = paths.runs_dir / "dense-moe" / "weights"
     recipe = load_recipe(str(run_dir / "recipe.yaml")).recipe
     (entry,) = CheckpointStore(run_dir / "checkpoints").entries()
-    with join(select(), recipe.train.seed, recipe.parallelism):
+    with join(select(), recipe.train.seed, recipe.layout):
         engine: MegatronEngine = make_engine(recipe)
         load_model(engine.modules, load(entry, model_state(engine.modules)))
         first, second = (layer.mlp for layer in engine.modules[0].decoder.layers)
@@ -142,7 +143,7 @@ def test_norms_in_front_of_experts_are_named_as_transformer_engine_names_them(de
     moe = recipe.model_copy(
         update={"model": recipe.model.model_copy(update={"num_moe_experts": 4, "moe_layer_freq": [0, 1]})}
     )
-    with join(select(), 1, moe.parallelism):
+    with join(select(), 1, moe.layout):
         state = build(derive(moe, 1, ROOMY), select()).module.sharded_state()
     keys = {value.key for value in state.values() if hasattr(value, "key")}
     assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in keys

@@ -10,7 +10,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.core.world import join
-from llmrecipes.recipe.schema import Parallelism
+from llmrecipes.recipe.schema import LayoutKeys
 
 
 def network_threads() -> int:
@@ -22,7 +22,7 @@ def network_threads() -> int:
 def test_all_groups_of_a_rank_share_one_thread_of_the_network() -> None:
     select().install()
     before = network_threads()
-    with join(select(), 1, Parallelism()):
+    with join(select(), 1, LayoutKeys()):
         assert len(dist.distributed_c10d._world.pg_map) > 10
         assert network_threads() <= before + 1
         assert network_threads() >= 1
@@ -30,10 +30,10 @@ def test_all_groups_of_a_rank_share_one_thread_of_the_network() -> None:
 
 def test_a_second_world_takes_the_scale_of_losses_of_routers_anew() -> None:
     select().install()
-    with join(select(), 1, Parallelism()):
+    with join(select(), 1, LayoutKeys()):
         MoEAuxLossAutoScaler.main_loss_backward_scale = torch.tensor(
             3.0
         )  # so a backward pass before any step leaves it
-    with join(select(), 1, Parallelism()):
+    with join(select(), 1, LayoutKeys()):
         MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
         assert MoEAuxLossAutoScaler.main_loss_backward_scale.tolist() == [1.0]

@@ -48,9 +48,7 @@ class CoreBackend:
         return world.connect(platform)
 
     def lay_out(self, recipe: Recipe) -> AbstractContextManager[World]:
-        seed = recipe.train.seed
-        only_rank = world.is_alone()
-        return world.model_parallel(seed, recipe.parallelism, recipe.speed, after_errors=only_rank)
+        return world.model_parallel(recipe.train.seed, recipe.layout, after_errors=world.is_alone())
 
     @contextmanager
     def join(self, recipe: Recipe, platform: Platform) -> Iterator[World]:
@@ -60,7 +58,7 @@ class CoreBackend:
     def require(self, plan: Plan, platform: Platform) -> None:
         with in_stage(plan.recipe):
             software(plan, platform)
-            if (settings := plan.recipe.speed.nccl_communicator_config_path) is not None:
+            if (settings := plan.recipe.layout.nccl_communicator_config_path) is not None:
                 world.require_communicators(Path(settings))
 
     def meta_platform(self, rank: int, world_size: int, kernels: str, skew: float) -> Platform:
@@ -127,8 +125,7 @@ class TextGPT:
 def _for_any_shape(plan: Plan) -> Plan:
     """Without user buffers and CUDA graphs, which have the shape of a micro-batch of training."""
     none = {name: None for name in (*OVERLAP, *GRAPHS) if name.startswith(("tp_comm", "cuda_graph"))}
-    speed = plan.recipe.speed.model_copy(update=none)
-    return replace(plan, recipe=plan.recipe.model_copy(update={"speed": speed}))
+    return replace(plan, recipe=plan.recipe.with_layout(**none))
 
 
 def loaded(

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 def same_random_states(recipe: Recipe, entry: Entry, index: Index) -> bool:
     """Whether a checkpoint's random states belong to the layout and the kind of device; if not, rank 0 says so."""
     keys = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    now = {key: getattr(recipe.parallelism, key) for key in keys}
+    now = {key: getattr(recipe.layout, key) for key in keys}
     then = {key: entry.manifest.layout.get(key, 1) for key in now}
     if then != now:
         saved, resumed = _degrees(then), _degrees(now)

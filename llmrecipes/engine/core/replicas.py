@@ -56,7 +56,7 @@ def first_difference(named: Iterable[tuple[str, torch.Tensor]], device: torch.de
 
 def fixed_tokens(recipe: Recipe) -> Batch:
     """A micro-batch that is the same on every rank, of tokens drawn uniformly."""
-    size = recipe.train.micro_batch_size
+    size = recipe.layout.micro_batch_size
     length = recipe.model.seq_length
     drawn = torch.Generator().manual_seed(0)
     ids = torch.randint(recipe.model.vocab_size, (size, length + 1), generator=drawn)
@@ -104,7 +104,7 @@ def first_other_result(
         results: of this rank, as many as on the ranks of the same pipeline stage.
     """
     group = parallel_state.get_data_parallel_group()
-    if recipe.parallelism.expert_model_parallel_size > 1:
+    if recipe.layout.expert_model_parallel_size > 1:
         group = parallel_state.get_expert_data_parallel_group()
     # A wrong result makes those of later layers wrong, with virtual stages on earlier ranks too.
     return _first_difference([(results, group)], device, lambda name: int(name.rpartition(_LAYER)[2]))

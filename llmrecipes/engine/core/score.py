@@ -51,7 +51,7 @@ class GPTScorer:
         length = tokens.size(1) - 1
         if not 0 < length <= self.positions:
             raise ValueError(f"{length + 1} tokens in a row: 2 to {self.positions + 1} can be scored")
-        parallel = self._recipe.parallelism
+        parallel = self._recipe.layout
         replicas = parallel_state.get_data_parallel_world_size()
         replica = parallel_state.get_data_parallel_rank()
         parts = parallel_state.get_context_parallel_world_size()
@@ -118,7 +118,7 @@ class GPTScorer:
 
     def _splits_sequences(self) -> bool:
         """Whether a rank has no whole layer stack or text, so that the cache of keys and values does not apply."""
-        parallel = self._recipe.parallelism
+        parallel = self._recipe.layout
         return (
             parallel.pipeline_model_parallel_size > 1
             or parallel.context_parallel_size > 1
@@ -126,7 +126,7 @@ class GPTScorer:
             or parallel.sequence_parallel
             or self._recipe.model.multi_latent_attention  # megatron-core has no such cache for these two
             or self._recipe.model.mtp_num_layers is not None
-            or (self._recipe.zero is not None and self._recipe.zero.stage == 3)
+            or (self._recipe.layout.zero is not None and self._recipe.layout.zero.stage == 3)
         )
 
     def _by_scores(self, texts: list[_Continuation], ended: Callable[[list[int]], bool]) -> None:

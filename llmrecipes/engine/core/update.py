@@ -304,7 +304,7 @@ def increment(plan: Plan, num_microbatches: int) -> int:
     """What a step with this many micro-batches of a rank adds to the scheduler."""
     if plan.batches.is_constant:
         return 1
-    return num_microbatches * plan.recipe.train.micro_batch_size * plan.layout.data_parallel_size
+    return num_microbatches * plan.recipe.layout.micro_batch_size * plan.layout.data_parallel_size
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:

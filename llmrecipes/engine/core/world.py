@@ -15,10 +15,8 @@ from llmrecipes.engine.core.platform import patching
 from llmrecipes.engine.core.platform.process_group import TIMEOUT
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.profile import Group
-from llmrecipes.recipe.schema import Parallelism
-from llmrecipes.recipe.sections.speed import Speed
+from llmrecipes.recipe.schema import LayoutKeys
 
-PLAIN = Speed()
 EXPERT_BUFFERS = "megatron.core.transformer.moe.fused_a2a"
 AUX_LOSS_SCALER = "megatron.core.transformer.moe.moe_utils.MoEAuxLossAutoScaler"
 RANK_ORDER = "tp-cp-ep-dp-pp"
@@ -50,9 +48,9 @@ def is_alone() -> bool:
 
 
 @contextmanager
-def join(platform: Platform, seed: int, parallelism: Parallelism, speed: Speed = PLAIN) -> Iterator[World]:
+def join(platform: Platform, seed: int, layout: LayoutKeys) -> Iterator[World]:
     """`connect`, and `model_parallel` for one layout."""
-    with connect(platform), model_parallel(seed, parallelism, speed, after_errors=is_alone()) as world:
+    with connect(platform), model_parallel(seed, layout, after_errors=is_alone()) as world:
         yield world
 
 
@@ -72,7 +70,7 @@ def require_communicators(path: Path) -> None:
     Raises:
         UserError: it is not a file, not YAML, or has something else than NCCL's settings by group.
     """
-    where = "speed.nccl_communicator_config_path"
+    where = "layout.nccl_communicator_config_path"
     if not path.is_file():
         raise UserError(
             f"{path} is not a file", where=where, rule="every rank reads it", fix="a path that all nodes see"
@@ -94,32 +92,29 @@ def require_communicators(path: Path) -> None:
 
 
 @contextmanager
-def model_parallel(
-    seed: int, parallelism: Parallelism, speed: Speed = PLAIN, *, after_errors: bool = True
-) -> Iterator[World]:
+def model_parallel(seed: int, layout: LayoutKeys, *, after_errors: bool = True) -> Iterator[World]:
     """Create model-parallel groups over the process group, and destroy them at the end.
 
     Args:
         seed: for dropout: the same on every data-parallel rank, different on tensor-parallel ranks and stages.
-        parallelism: degrees of the layout.
-        speed: settings of the process groups.
+        layout: degrees, and settings of the process groups.
         after_errors: whether to destroy the groups after an error too.
 
     Raises:
-        UserError: the file `speed.nccl_communicator_config_path` cannot be used.
+        UserError: the file `layout.nccl_communicator_config_path` cannot be used.
     """
-    settings = speed.nccl_communicator_config_path
-    groups = speed.high_priority_stream_groups
+    settings = layout.nccl_communicator_config_path
+    groups = layout.high_priority_stream_groups
     if settings is not None:
         require_communicators(Path(settings))
-    hierarchy = speed.hierarchical_context_parallel_sizes
+    hierarchy = layout.hierarchical_context_parallel_sizes
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallelism.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallelism.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=parallelism.virtual_pipeline_model_parallel_size,
-        context_parallel_size=parallelism.context_parallel_size,
-        expert_model_parallel_size=parallelism.expert_model_parallel_size,
-        expert_tensor_parallel_size=parallelism.expert_tensor_parallel_size,
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
+        context_parallel_size=layout.context_parallel_size,
+        expert_model_parallel_size=layout.expert_model_parallel_size,
+        expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
         hierarchical_context_parallel_sizes=hierarchy and list(hierarchy),
         nccl_communicator_config_path=settings,
         high_priority_stream_groups=groups and list(groups),
@@ -130,7 +125,7 @@ def model_parallel(
     with _torn_down(_take_away_groups, after_errors=after_errors):
         # A graph records a generator, not the state that it has at that moment.
         tensor_parallel.random.initialize_rng_tracker(
-            use_te_rng_tracker=speed.cuda_graph_impl is not None, force_reset=True
+            use_te_rng_tracker=layout.cuda_graph_impl is not None, force_reset=True
         )
         seed_random_states(seed)
         yield World(
@@ -139,7 +134,7 @@ def model_parallel(
             data_parallel_rank=parallel_state.get_data_parallel_rank(),
             data_parallel_size=parallel_state.get_data_parallel_world_size(),
             holds_whole_model=dist.get_world_size() == parallel_state.get_data_parallel_world_size()
-            and parallelism.expert_model_parallel_size == 1,
+            and layout.expert_model_parallel_size == 1,
             has_loss=parallel_state.get_pipeline_model_parallel_rank()
             == parallel_state.get_pipeline_model_parallel_world_size() - 1,
         )

@@ -91,9 +91,9 @@ def swap_files(zero: Zero, rank: int) -> Iterator[None]:
         except BlockingIOError:
             raise UserError(
                 f"another run on this node uses {folder}",
-                where="zero.nvme_path",
+                where="layout.zero.nvme_path",
                 rule="concurrent runs on a node must use different folders",
-                fix=f"zero.nvme_path={zero.nvme_path}/NAME, or wait until the other run has ended",
+                fix=f"layout.zero.nvme_path={zero.nvme_path}/NAME, or wait until the other run has ended",
             ) from None
         try:
             yield

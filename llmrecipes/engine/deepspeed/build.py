@@ -31,7 +31,8 @@ from llmrecipes.engine.deepspeed.partition import (
 from llmrecipes.engine.deepspeed.runtime import mpu
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.derived.shape import mup
-from llmrecipes.recipe.schema import Recipe, Zero
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.sections.zero import Zero
 
 
 def build(
@@ -64,9 +65,9 @@ def construct(plan: Plan, platform: Platform) -> tuple[gpt.BuiltModel, list[Shar
 
 def zero(recipe: Recipe) -> Zero:
     """The recipe's `zero` section, which the rules require for this engine."""
-    if recipe.zero is None:
+    if recipe.layout.zero is None:
         raise ValueError("engine deepspeed without a zero section")
-    return recipe.zero
+    return recipe.layout.zero
 
 
 def accepted_by_deepspeed(plan: Plan) -> AbstractContextManager[None]:
@@ -75,7 +76,7 @@ def accepted_by_deepspeed(plan: Plan) -> AbstractContextManager[None]:
 
     rule = "extra must have keys of DeepSpeed's configuration, with values of the documented types"
     errors = (AssertionError, AttributeError, LookupError, TypeError, ValueError, DeepSpeedConfigError)
-    return accepted("DeepSpeed", "zero.extra", zero(plan.recipe).extra, rule, errors)
+    return accepted("DeepSpeed", "layout.zero.extra", zero(plan.recipe).extra, rule, errors)
 
 
 def optimizer(recipe: Recipe, model: torch.nn.Module, sharded: Sequence[ShardedParameter]) -> torch.optim.Optimizer:

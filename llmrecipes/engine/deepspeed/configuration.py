@@ -9,23 +9,23 @@ from typing import Any, cast
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.sharding import OWNERS
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.sections.zero import STAGE_3, Zero
+from llmrecipes.recipe.sections.zero import QUANTIZED, STAGE_3, Zero
 
 
 def deepspeed_config(plan: Plan) -> dict[str, Any]:
-    """The configuration of a plan whose recipe has a section `zero`: plain data, `zero.extra` merged in last.
+    """The configuration of a plan whose recipe has a section `zero`: plain data, `layout.zero.extra` merged in last.
 
     Sizes are in elements. Optimizer and scheduler are not in it: the engine builds them.
     """
     recipe = plan.recipe
-    zero = cast(Zero, recipe.zero)  # a rule: this engine needs the section
+    zero = cast(Zero, recipe.layout.zero)  # a rule: this engine needs the section
     config: dict[str, Any] = {
         "train_batch_size": recipe.train.global_batch_size,
-        "train_micro_batch_size_per_gpu": recipe.train.micro_batch_size,
+        "train_micro_batch_size_per_gpu": recipe.layout.micro_batch_size,
         "gradient_accumulation_steps": plan.num_microbatches,
         "gradient_clipping": recipe.optimizer.clip_grad,  # also 0, because the default clips at 1
         **_precision(recipe),
-        "zero_optimization": _zero_optimization(zero, plan.layout.data_parallel_size, pin_memory=plan.device == "cuda"),
+        "zero_optimization": _zero_optimization(recipe, zero, plan.layout.data_parallel_size, plan.device),
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": zero.offload_optimizer != "none",
         "steps_per_print": None,
@@ -34,7 +34,7 @@ def deepspeed_config(plan: Plan) -> dict[str, Any]:
     return _merged(config, zero.extra)
 
 
-def _zero_optimization(zero: Zero, ranks: int, *, pin_memory: bool) -> dict[str, Any]:
+def _zero_optimization(recipe: Recipe, zero: Zero, ranks: int, device: str) -> dict[str, Any]:
     if zero.stage == 0:
         return {"stage": 0}
     config: dict[str, Any] = {
@@ -49,18 +49,19 @@ def _zero_optimization(zero: Zero, ranks: int, *, pin_memory: bool) -> dict[str,
         config["use_multi_rank_bucket_allreduce"] = ranks > OWNERS
     else:
         config |= {name: getattr(zero, name) for name in STAGE_3}
+        config |= {name: getattr(recipe.train, name) for name in QUANTIZED}
     for name in ("offload_optimizer", "offload_param"):
-        device = getattr(zero, name)
-        if device != "none":
-            path = {"nvme_path": zero.nvme_path} if device == "nvme" else {}
-            config[name] = {"device": device, **path, "pin_memory": pin_memory}
+        place = getattr(zero, name)
+        if place != "none":
+            path = {"nvme_path": zero.nvme_path} if place == "nvme" else {}
+            config[name] = {"device": place, **path, "pin_memory": device == "cuda"}
     return config
 
 
 def _precision(recipe: Recipe) -> dict[str, Any]:
     """Types of weights, of accumulated and of reduced gradients; dynamic loss scaling."""
     train = recipe.train
-    reduced = "fp32" if recipe.parallelism.grad_reduce_in_fp32 else train.precision
+    reduced = "fp32" if recipe.train.grad_reduce_in_fp32 else train.precision
     config: dict[str, Any] = {"communication_data_type": reduced}
     if reduced != train.precision:
         config["data_types"] = {"grad_accum_dtype": reduced}

@@ -9,16 +9,18 @@ from llmrecipes.commandline import command_line
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.builds import ASYNC_IO, CPU_ADAM, operator_obstacle
 from llmrecipes.hardware.disk import unfit_for_offload
-from llmrecipes.recipe.schema import Recipe, Zero
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.sections.zero import QUANTIZED, Zero
 
 
 def require_offload(recipe: Recipe) -> None:
     """Refuse offload that cannot run here.
 
     Raises:
-        UserError: an operator can neither be loaded nor compiled, or `zero.nvme_path` is not on a fast local disk.
+        UserError: an operator can neither be loaded nor compiled, or `layout.zero.nvme_path` is
+            not on a fast local disk.
     """
-    zero = recipe.zero
+    zero = recipe.layout.zero
     if zero is None:
         return
     for key, operator in _operators(zero):
@@ -26,7 +28,7 @@ def require_offload(recipe: Recipe) -> None:
     if zero.nvme_path is not None and (problem := unfit_for_offload(Path(zero.nvme_path))):
         raise UserError(
             problem,
-            where="zero.nvme_path",
+            where="layout.zero.nvme_path",
             rule="nvme_path must be a folder on a fast disk of each node: every step reads and writes all of it",
             fix="use a folder on a local NVMe disk, or offload to cpu",
         )
@@ -38,32 +40,32 @@ def require_no_data(recipe: Recipe) -> None:
     Raises:
         UserError: the recipe offloads or quantizes.
     """
-    zero = recipe.zero
+    zero = recipe.layout.zero
     if zero is None:
         return
     for key in ("offload_optimizer", "offload_param"):
         if getattr(zero, key) != "none":
             raise UserError(
                 f"{getattr(zero, key)} cannot run on tensors without data",
-                where=f"zero.{key}",
+                where=f"layout.zero.{key}",
                 rule="DeepSpeed offloads with its own operators, which read and write host memory",
-                fix=f"zero.{key}=none; the plan of both memories: {command_line('show', recipe.name)}",
+                fix=f"layout.zero.{key}=none; the plan of both memories: {command_line('show', recipe.name)}",
             )
-    for key in ("zero_quantized_weights", "zero_quantized_gradients"):
-        if getattr(zero, key):
+    for key in QUANTIZED:
+        if getattr(recipe.train, key):
             raise UserError(
                 "true",
-                where=f"zero.{key}",
+                where=f"train.{key}",
                 rule="DeepSpeed quantizes with CUDA kernels, which need data",
-                fix=f"zero.{key}=false",
+                fix=f"train.{key}=false",
             )
 
 
 def _operators(zero: Zero) -> Iterator[tuple[str, str]]:
     if zero.offload_optimizer != "none":
-        yield "zero.offload_optimizer", CPU_ADAM
+        yield "layout.zero.offload_optimizer", CPU_ADAM
     if zero.offload_optimizer == "nvme":
-        yield "zero.offload_optimizer", ASYNC_IO
+        yield "layout.zero.offload_optimizer", ASYNC_IO
 
 
 def _require_operator(key: str, operator: str) -> None:

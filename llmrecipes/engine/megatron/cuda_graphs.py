@@ -1,4 +1,4 @@
-"""Record the layers of a training as CUDA graphs (`speed.cuda_graph_impl`), by megatron-core's helper."""
+"""Record the layers of a training as CUDA graphs (`layout.cuda_graph_impl`), by megatron-core's helper."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RecordedLayers:
     """Layers whose kernels are recorded before a step, once enough steps have run without.
 
     Args:
-        plan: of the run, with `speed.cuda_graph_impl`.
+        plan: of the run, with `layout.cuda_graph_impl`.
         chunks: of this rank.
         optimizer: of megatron-core, whose gradients are set to zero after the recording.
 
@@ -42,17 +42,17 @@ class RecordedLayers:
             dist.get_rank(),
             None,
             recipe.train.global_batch_size,
-            recipe.train.micro_batch_size,
+            recipe.layout.micro_batch_size,
             plan.layout.data_parallel_size,
         )
         self._steps_left = config.cuda_graph_warmup_steps
         self._chunks = chunks
-        self._hooked = chunks if recipe.parallelism.overlap_param_gather else []
+        self._hooked = chunks if recipe.layout.overlap_param_gather else []
         self._helper: Any = TECudaGraphHelper(
             model=list(chunks),
             config=config,
             seq_length=recipe.model.seq_length,
-            micro_batch_size=recipe.train.micro_batch_size,
+            micro_batch_size=recipe.layout.micro_batch_size,
             optimizers=[optimizer],
         )
         self.recorded = False
@@ -91,7 +91,7 @@ def _require_fixed_buffers() -> None:
         raise UserError(
             f"NCCL_GRAPH_REGISTER is {os.environ.get('NCCL_GRAPH_REGISTER', 'not set')} with {moves[0]}="
             f"{os.environ[moves[0]]}",
-            where="speed.cuda_graph_impl",
+            where="layout.cuda_graph_impl",
             rule="NCCL registers the buffers of a graph by address, and expandable segments change what is there",
             fix="NCCL_GRAPH_REGISTER=0, which a launched run has unless the environment sets another value",
         )

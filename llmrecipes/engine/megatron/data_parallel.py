@@ -19,9 +19,9 @@ def data_parallel(plan: Plan, built: BuiltModel, number: int) -> DistributedData
 def data_parallel_config(plan: Plan) -> DistributedDataParallelConfig:
     """megatron-core's configuration of gradient buffers and their reduction."""
     recipe = plan.recipe
-    parallelism = recipe.parallelism
+    parallelism = recipe.layout
     return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=parallelism.grad_reduce_in_fp32 or recipe.train.precision == "fp32",
+        grad_reduce_in_fp32=recipe.train.grad_reduce_in_fp32 or recipe.train.precision == "fp32",
         overlap_grad_reduce=parallelism.overlap_grad_reduce,
         overlap_param_gather=parallelism.overlap_param_gather,
         use_distributed_optimizer=parallelism.use_distributed_optimizer,

@@ -78,7 +78,7 @@ class MegatronEngine:
         self.implementation = Implementation(built.implementation, built.reason)
         self._config, self._masks = built.config, built.masks
         self._apart = apart(recipe, platform.device, built.implementation)
-        if recipe.train.torch_compile:
+        if recipe.layout.torch_compile:
             for module in self.modules:
                 module.compile_layers()
         self._deterministic = torch.are_deterministic_algorithms_enabled()
@@ -100,7 +100,7 @@ class MegatronEngine:
         self._reruns = recipe.faults.rerun_mode != "disabled"
         if self._reruns:
             update.watch_reduction(self.chunks, self._local_sums)
-        if recipe.parallelism.overlap_grad_reduce:
+        if recipe.layout.overlap_grad_reduce:
             no_sync = [chunk.no_sync for chunk in self.chunks]
             config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         if self.chunks[0].ddp_config.align_param_gather:
@@ -217,7 +217,7 @@ class MegatronEngine:
         With `overlap_param_gather` updated parameters are gathered during the next forward pass, so without this an
         evaluation would have old parameters, and a forward pass on a single rank would hang.
         """
-        overlapped = self.chunks if self.recipe.parallelism.overlap_param_gather else []
+        overlapped = self.chunks if self.recipe.layout.overlap_param_gather else []
         for chunk in overlapped:
             chunk.disable_forward_pre_hook()
         try:
@@ -340,7 +340,7 @@ class MegatronEngine:
             implementation=implementation,
             optimizer=self.optimizer,
             trained=state.trained_parameters(self.modules),
-            sharded=self.recipe.parallelism.use_distributed_optimizer,
+            sharded=self.recipe.layout.use_distributed_optimizer,
             gradients=lambda: own_gradients(self.optimizer),
             counted=lambda: update.counted_gradients(self.optimizer),
             chunks=self.chunks,
@@ -363,7 +363,7 @@ class MegatronEngine:
             model=self.chunks,
             num_microbatches=self._micro_batches,
             seq_length=self.recipe.model.seq_length,
-            micro_batch_size=self.recipe.train.micro_batch_size,
+            micro_batch_size=self.recipe.layout.micro_batch_size,
             decoder_seq_length=self.recipe.model.seq_length,
             forward_only=forward_only,
         )

@@ -60,8 +60,8 @@ def optimizer_config(recipe: Recipe) -> OptimizerConfig:
         min_loss_scale=train.min_loss_scale,
         loss_scale_window=train.loss_scale_window,
         hysteresis=train.hysteresis,
-        use_distributed_optimizer=recipe.parallelism.use_distributed_optimizer,
-        overlap_param_gather=recipe.parallelism.overlap_param_gather,
+        use_distributed_optimizer=recipe.layout.use_distributed_optimizer,
+        overlap_param_gather=recipe.layout.overlap_param_gather,
         **_several_types(recipe),
         **keys_of_kind(optimizer),
     )
@@ -76,7 +76,7 @@ def keys_of_kind(optimizer: Optimizer) -> dict[str, Any]:
 def _several_types(recipe: Recipe) -> dict[str, Any]:
     """Types of gradients and moments, where they are not all fp32."""
     optimizer = recipe.optimizer
-    reduced = recipe.parallelism.grad_reduce_in_fp32
+    reduced = recipe.train.grad_reduce_in_fp32
     if not optimizer.use_precision_aware_optimizer:
         return {}
     return {

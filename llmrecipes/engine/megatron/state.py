@@ -114,7 +114,7 @@ def _wanted(
     Args:
         missing: state that the checkpoint may be without; None: it has all.
     """
-    distributed = engine.recipe.parallelism.use_distributed_optimizer
+    distributed = engine.recipe.layout.use_distributed_optimizer
     model = saved_states(engine.modules)
     parameters = _sharded_parameters(model)
     needed = needed_state(engine.optimizer, parameters)
@@ -131,7 +131,7 @@ def _restore(engine: MegatronEngine, loaded: dict[str, Any]) -> Progress:
     """Set what is not read in place."""
     engine.updates = loaded["optimizer"]["step"]
     finish_load(engine.optimizer, engine.updates, loaded["optimizer"]["grad_scaler"])
-    if engine.recipe.parallelism.use_distributed_optimizer:
+    if engine.recipe.layout.use_distributed_optimizer:
         for chunk in engine.chunks:
             chunk.start_param_sync(force_sync=True)
     progress = Progress(**loaded["progress"])

@@ -1,4 +1,4 @@
-"""Buffers that TransformerEngine's layers communicate through (`speed.tp_comm_overlap`)."""
+"""Buffers that TransformerEngine's layers communicate through (`layout.tp_comm_overlap`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def create_user_buffers(plan: Plan) -> None:
     from transformer_engine.pytorch.module import base  # only where its layers are
 
     recipe = plan.recipe
-    tokens = recipe.model.seq_length * recipe.train.micro_batch_size // plan.layout.context_parallel_size
+    tokens = recipe.model.seq_length * recipe.layout.micro_batch_size // plan.layout.context_parallel_size
     try:
         base.initialize_ub(
             shape=[tokens, recipe.model.hidden_size],
@@ -33,9 +33,9 @@ def create_user_buffers(plan: Plan) -> None:
     except RuntimeError as error:
         raise UserError(
             " ".join(str(error).split()),
-            where="speed.tp_comm_overlap",
+            where="layout.tp_comm_overlap",
             rule="its user buffers need NVLink with multicast between the tensor-parallel ranks, or UB_SKIPMC=1",
-            fix="speed.tp_comm_overlap=null",
+            fix="layout.tp_comm_overlap=null",
         ) from error
 
 

@@ -105,7 +105,7 @@ class FrozenModel:
             model=list(self.modules),
             num_microbatches=len(batches),
             seq_length=model.seq_length,
-            micro_batch_size=self.plan.recipe.train.micro_batch_size,
+            micro_batch_size=self.plan.recipe.layout.micro_batch_size,
             decoder_seq_length=model.seq_length,
             forward_only=True,
         )

@@ -108,7 +108,7 @@ class LayerNorms(Part):
         self._kept: list[_Kept] = []
         self.counting = self._pending = False
         # A hook would break the graph of a compiled layer, and TransformerEngine does not record a module with hooks.
-        hooked = not recipe.train.torch_compile and recipe.speed.cuda_graph_impl is None
+        hooked = not recipe.layout.torch_compile and recipe.layout.cuda_graph_impl is None
         for module in modules if hooked else ():
             for layer in module.decoder.layers:
                 layer.register_forward_hook(partial(self._see, layer.layer_number - 1))

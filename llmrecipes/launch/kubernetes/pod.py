@@ -209,7 +209,7 @@ def _plain(values: dict[str, str]) -> dict[str, Object]:
 
 
 def _offloads(recipe: Recipe) -> bool:
-    zero = recipe.zero
+    zero = recipe.layout.zero
     return zero is not None and zero.offload_optimizer != "none"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,15 +36,8 @@ class Choice:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe with the layout; all keys of `CHOSEN` are set in it, so that none is chosen again."""
-        recipe = self.chosen.recipe
-        sections = {
-            section: getattr(recipe, section).model_copy(
-                update={name: getattr(getattr(recipe, section), name) for name in names}
-            )
-            for section, names in CHOSEN.items()
-        }
-        return recipe.model_copy(update=sections)
+        """The recipe with the layout, in which none is chosen again."""
+        return self.chosen.recipe.with_layout(name=None)
 
     def __str__(self) -> str:
         """One line: what was chosen, and why."""
@@ -67,13 +60,10 @@ class Choice:
         return {"layout": self.chosen.key, "next": following, "text": str(self)}
 
 
-def _kept(recipe: Recipe, open_keys: Mapping[str, list[str]]) -> Iterator[str]:
+def _kept(recipe: Recipe) -> Iterator[str]:
     """Names of the keys that all layouts have as the recipe has them."""
-    for section, names in CHOSEN.items():
-        yield from (name for name in names if name not in open_keys[section])
-    if "use_distributed_optimizer" in recipe.parallelism.model_fields_set:
-        yield "use_distributed_optimizer"
-    if recipe.zero is not None:
+    yield from recipe.layout.model_fields_set & {*CHOSEN, "use_distributed_optimizer"}
+    if recipe.layout.zero is not None:
         yield ZERO
 
 
@@ -93,10 +83,9 @@ def choose(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None
     Raises:
         UserError: the recipe has stages, nothing is known of the GPU's speed, or no layout fits.
     """
-    open_keys = undecided(recipe)
-    if not any(open_keys.values()) or not cluster.gpus:
+    if not undecided(recipe) or not cluster.gpus:
         return None
-    kept = frozenset(_kept(recipe, open_keys))
+    kept = frozenset(_kept(recipe))
     if recipe.stages:
         raise UserError(
             "auto for a recipe with stages",
@@ -119,7 +108,7 @@ def choose(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None
 
 def _complexity(candidate: Candidate) -> tuple[bool, int, int, int]:
     """Stages cut by hand, ranks of a replica and chunks of a stage, memory: what a person would rather have less of."""
-    parallel = candidate.recipe.parallelism
+    parallel = candidate.recipe.layout
     chunks = parallel.virtual_pipeline_model_parallel_size or 1
     cut = parallel.pipeline_model_parallel_layout is not None
     return cut, model_parallel_size(parallel), chunks, candidate.forecast.plan.memory.total

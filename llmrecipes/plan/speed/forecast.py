@@ -104,7 +104,7 @@ class Forecast:
         }
         name, seconds = max(parts.items(), key=lambda item: item[1])
         share = self.step.compute / self.step.seconds
-        zero = self.plan.recipe.zero
+        zero = self.plan.recipe.layout.zero
         unknown = ""
         if zero is not None and (zero.offload_optimizer, zero.offload_param) != ("none", "none"):
             unknown = "; not counted: copies to and from main memory, and updates there"
@@ -151,7 +151,7 @@ class Forecast:
         """Output of `plan --json`."""
         plan = self.plan
         speed = self.tokens_per_second_per_gpu
-        zero = self.plan.recipe.zero
+        zero = self.plan.recipe.layout.zero
         layout = plan.layout
         peak = self.device.peak_of(plan.recipe.train.precision)
         offload = None if zero is None else zero.offload_optimizer
@@ -165,18 +165,18 @@ class Forecast:
                 "tensor": layout.tensor_model_parallel_size,
                 "pipeline": layout.pipeline_model_parallel_size,
                 "virtual_pipeline": layout.virtual_pipeline_model_parallel_size,
-                "pipeline_layout": plan.recipe.parallelism.pipeline_model_parallel_layout,
+                "pipeline_layout": plan.recipe.layout.pipeline_model_parallel_layout,
                 "context": layout.context_parallel_size,
                 "expert": layout.expert_model_parallel_size,
                 "expert_tensor": layout.expert_tensor_parallel_size,
                 "data": layout.data_parallel_size,
-                "distributed_optimizer": plan.recipe.parallelism.use_distributed_optimizer,
+                "distributed_optimizer": plan.recipe.layout.use_distributed_optimizer,
                 "zero_stage": None if zero is None else zero.stage,
                 "offload_optimizer": None if offload == "none" else offload,
-                "micro_batch_size": plan.recipe.train.micro_batch_size,
+                "micro_batch_size": plan.recipe.layout.micro_batch_size,
                 "recompute_granularity": plan.recompute_granularity,
                 "recompute_modules": ", ".join(plan.recompute_modules) or None,
-                "recompute_num_layers": plan.recipe.train.recompute_num_layers,
+                "recompute_num_layers": plan.recipe.layout.recompute_num_layers,
             },
             "num_parameters": plan.num_parameters.total,
             "num_active_parameters": plan.num_parameters.active,
@@ -327,29 +327,29 @@ def software(plan: Plan, device: Device) -> Stack:
     """What megatron-core overlaps and splits, by the recipe's switches; its kernels' factors on the device."""
     if plan.device == "cpu":
         return _local_layers(plan.recipe)
-    parallel = plan.recipe.parallelism
-    zero = plan.recipe.zero
+    parallel = plan.recipe.layout
+    zero = plan.recipe.layout.zero
     sharded = zero is not None and zero.stage >= 3
     by_deepspeed = zero is not None and engine_name(plan.recipe) == DEEPSPEED
     overlapped = zero.overlap_comm if zero is not None and by_deepspeed else parallel.overlap_grad_reduce
     megatron = kernels_on(device, stack("megatron"))
     return replace(
         megatron,
-        overlap_tensor=megatron.overlap_tensor if plan.recipe.speed.tp_comm_overlap else 0.0,
+        overlap_tensor=megatron.overlap_tensor if plan.recipe.layout.tp_comm_overlap else 0.0,
         overlap_expert=stack_of("moe-zoo").overlap_expert
-        if plan.recipe.speed.overlap_moe_expert_parallel_comm
+        if plan.recipe.layout.overlap_moe_expert_parallel_comm
         else 0.0,
         overlap_gradients=megatron.overlap_gradients if overlapped or sharded else 0.0,
         sequence_parallel=parallel.sequence_parallel,
         sharded=sharded,
         zero=2 if zero is not None and zero.stage == 2 else 1 if parallel.use_distributed_optimizer else 0,
-        gradient_bytes=4 if parallel.grad_reduce_in_fp32 else 2,
+        gradient_bytes=4 if plan.recipe.train.grad_reduce_in_fp32 else 2,
     )
 
 
 def _local_layers(recipe: Recipe) -> Stack:
     """What the layers without TransformerEngine do on a CPU: unfused norms and activations, nothing overlaps."""
-    parallel, zero = recipe.parallelism, recipe.zero
+    parallel, zero = recipe.layout, recipe.layout.zero
     return Stack(
         name="local layers",
         attention=1.0,
@@ -394,7 +394,7 @@ def work(plan: Plan) -> Work:
         pp=layout.pipeline_model_parallel_size,
         cp=layout.context_parallel_size,
         dp=layout.data_parallel_size,
-        mbs=train.micro_batch_size,
+        mbs=plan.recipe.layout.micro_batch_size,
         gbs=train.global_batch_size,
         head_dim=s.query_channels,
         gated=model.gated_linear_unit,
@@ -410,7 +410,7 @@ def work(plan: Plan) -> Work:
         vpp=layout.virtual_pipeline_model_parallel_size,
         ep=layout.expert_model_parallel_size,
         etp=layout.expert_tensor_parallel_size if s.num_moe_experts else 1,
-        precision="fp8" if plan.recipe.speed.fp8 else train.precision if train.precision == "fp32" else "bf16",
+        precision="fp8" if plan.recipe.train.fp8 else train.precision if train.precision == "fp32" else "bf16",
         bf16_layers=sum(bf16_layers(plan.recipe)),
         recomputed=_recomputed(plan),
         recomputed_modules=plan.recompute_modules,

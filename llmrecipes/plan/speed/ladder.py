@@ -97,7 +97,7 @@ def _rung(
     if best is None:
         return Rung(name, note=otherwise or refusal or "not possible with this layout")
     candidate, tried = best
-    zero = candidate.zero
+    zero = candidate.layout.zero
     moved = zero is not None and (zero.offload_optimizer, zero.offload_param) != ("none", "none")
     return Rung(
         name,
@@ -113,9 +113,9 @@ def _asked(plan: Plan) -> Recipe:
     """The recipe without what the plan has chosen for it, so that each rung chooses by itself."""
     recipe = plan.recipe
     if plan.recompute_auto:
-        recipe = _train(recipe, **recomputation("auto"))
+        recipe = recipe.with_layout(**recomputation("auto"))
     if plan.loss_chunk_tokens:
-        free = _train(recipe, loss_chunk_tokens=None)
+        free = recipe.with_layout(loss_chunk_tokens=None)
         chosen = derive(free, plan.layout.world_size, plan.cluster).loss_chunk_tokens
         recipe = free if chosen == plan.loss_chunk_tokens else recipe
     return recipe
@@ -124,14 +124,18 @@ def _asked(plan: Plan) -> Recipe:
 def _kinds(plan: Plan, recipe: Recipe) -> Iterator[tuple[str, Iterator[Recipe], str]]:
     """Name, candidates from the least change on, and why there is none where the recipe has it already."""
     ranks = plan.layout.world_size
-    parallel, model = recipe.parallelism, recipe.model
+    parallel, model = recipe.layout, recipe.model
     tensor = parallel.tensor_model_parallel_size
     stages = parallel.pipeline_model_parallel_size
-    micro = recipe.train.micro_batch_size
+    micro = recipe.layout.micro_batch_size
     smaller = (size for size in range(micro - 1, 0, -1) if micro % size == 0)
-    yield "micro-batch", (_train(recipe, micro_batch_size=size) for size in smaller), "it is 1" if micro == 1 else ""
+    yield (
+        "micro-batch",
+        (recipe.with_layout(micro_batch_size=size) for size in smaller),
+        "it is 1" if micro == 1 else "",
+    )
     yield "recomputation", _recomputed(recipe), _all_recomputed(plan.recipe)
-    sequence = iter(() if tensor == 1 or parallel.sequence_parallel else [_layout(recipe, sequence_parallel=True)])
+    sequence = iter(() if tensor == 1 or parallel.sequence_parallel else [recipe.with_layout(sequence_parallel=True)])
     yield (
         "sequence parallelism",
         sequence,
@@ -139,10 +143,10 @@ def _kinds(plan: Plan, recipe: Recipe) -> Iterator[tuple[str, Iterator[Recipe], 
     )
     near = plan.cluster.gpus_per_domain if plan.cluster.gpus else ranks
     degrees = _doubled(tensor, min(near, ranks))
-    wider = (_layout(recipe, tensor_model_parallel_size=size, sequence_parallel=True) for size in degrees)
+    wider = (recipe.with_layout(tensor_model_parallel_size=size, sequence_parallel=True) for size in degrees)
     yield "tensor parallelism", wider, f"over all {near} GPUs that are near" if tensor >= near else ""
     longer = (
-        _layout(recipe, pipeline_model_parallel_size=size, **cut)
+        recipe.with_layout(pipeline_model_parallel_size=size, **cut)
         for size in _doubled(stages, min(ranks, MOST_PIPELINE, model.num_layers))
         for cut in stage_cuts(recipe, size)
         if (cut.get("virtual_pipeline_model_parallel_size") or 1) == 1
@@ -151,11 +155,11 @@ def _kinds(plan: Plan, recipe: Recipe) -> Iterator[tuple[str, Iterator[Recipe], 
     sharded = parallel.use_distributed_optimizer
     yield (
         "distributed optimizer",
-        iter(() if sharded else [_layout(recipe, use_distributed_optimizer=True)]),
+        iter(() if sharded else [recipe.with_layout(use_distributed_optimizer=True)]),
         "on" if sharded else "",
     )
-    zero = recipe.zero or Zero(stage=1, extra={})
-    now = 1 if recipe.zero is None else recipe.zero.stage
+    zero = recipe.layout.zero or Zero(stage=1, extra={})
+    now = 1 if recipe.layout.zero is None else recipe.layout.zero.stage
     later = [stage for stage in (2, 3) if stage > now]
     yield "ZeRO", (with_zero(recipe, zero, stage, False) for stage in later), "" if later else "stage 3"
     moved = zero.offload_optimizer != "none"
@@ -166,25 +170,25 @@ def _offloaded(recipe: Recipe, zero: Zero, stage: int) -> Iterator[Recipe]:
     for zero_stage in sorted({max(stage, 2), 3}):
         yield with_zero(recipe, zero, zero_stage, True)
     last = with_zero(recipe, zero, 3, True)
-    if last.zero is not None:
-        yield last.model_copy(update={"zero": last.zero.model_copy(update={"offload_param": "cpu"})})
+    if last.layout.zero is not None:
+        yield last.with_layout(zero=last.layout.zero.model_copy(update={"offload_param": "cpu"}))
 
 
 def _recomputed(recipe: Recipe) -> Iterator[Recipe]:
     """The next choices: `auto` takes the least that fits, which is nothing for a plan that fits already."""
-    granularity = recipe.train.recompute_granularity
+    granularity = recipe.layout.recompute_granularity
     if granularity is None:
-        yield _train(recipe, **recomputation("selective"))
+        yield recipe.with_layout(**recomputation("selective"))
     if granularity in (None, "selective"):
-        yield _train(recipe, **recomputation("auto"))
+        yield recipe.with_layout(**recomputation("auto"))
     if not _all_recomputed(recipe):
-        yield _train(recipe, **ALL_LAYERS)
+        yield recipe.with_layout(**ALL_LAYERS)
 
 
 def _all_recomputed(recipe: Recipe) -> str:
-    train = recipe.train
-    whole = train.recompute_granularity == "full" and train.recompute_method == "uniform"
-    return "of all layers" if whole and train.recompute_num_layers == 1 else ""
+    keys = recipe.layout
+    whole = keys.recompute_granularity == "full" and keys.recompute_method == "uniform"
+    return "of all layers" if whole and keys.recompute_num_layers == 1 else ""
 
 
 def _doubled(now: int, most: int) -> list[int]:
@@ -193,14 +197,6 @@ def _doubled(now: int, most: int) -> list[int]:
         now *= 2
         sizes.append(now)
     return sizes
-
-
-def _train(recipe: Recipe, **keys: object) -> Recipe:
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update=keys)})
-
-
-def _layout(recipe: Recipe, **keys: object) -> Recipe:
-    return recipe.model_copy(update={"parallelism": recipe.parallelism.model_copy(update=keys)})
 
 
 def lines(plan: Plan, rungs: list[Rung], *, fits: bool = True) -> list[str]:

@@ -45,14 +45,13 @@ class Candidate:
     @property
     def offloads(self) -> bool:
         """Whether it keeps optimizer state or parameters in main memory or on a disk."""
-        zero = self.recipe.zero
+        zero = self.recipe.layout.zero
         return zero is not None and (zero.offload_optimizer, zero.offload_param) != ("none", "none")
 
     @property
     def key(self) -> str:
         """Its degrees in short."""
-        parallel = self.recipe.parallelism
-        train = self.forecast.plan.recipe.train
+        parallel = self.recipe.layout
         degrees = {
             "TP": parallel.tensor_model_parallel_size,
             "PP": parallel.pipeline_model_parallel_size,
@@ -64,13 +63,13 @@ class Candidate:
             degrees["ETP"] = self.forecast.plan.layout.expert_tensor_parallel_size
         words = [f"{name}{size}" for name, size in degrees.items() if size > 1]
         written = [parallel.pipeline_model_parallel_layout] if parallel.pipeline_model_parallel_layout else []
-        batch = f"MBS{train.micro_batch_size}"
+        batch = f"MBS{parallel.micro_batch_size}"
         return " ".join([*words, batch, *self._sharded(), *self._recomputed(), *written])
 
     def _sharded(self) -> list[str]:
-        zero = self.recipe.zero
+        zero = self.recipe.layout.zero
         if zero is None:
-            return [] if self.recipe.parallelism.use_distributed_optimizer else ["unsharded optimizer"]
+            return [] if self.recipe.layout.use_distributed_optimizer else ["unsharded optimizer"]
         return [f"ZeRO {zero.stage}", *(["offload"] if self.offloads else [])]
 
     def _recomputed(self) -> list[str]:
@@ -108,13 +107,11 @@ def _sharded(recipe: Recipe, offload: bool) -> Iterator[Recipe]:
     All of the optimizer's state on every rank takes more memory and sends more bytes than its shards, so it is tried
     only where the recipe has it. So is stage 0.
     """
-    zero, parallel = recipe.zero, recipe.parallelism
+    zero, parallel = recipe.layout.zero, recipe.layout
     if zero is None:
         yield recipe
         if not parallel.use_distributed_optimizer:
-            yield recipe.model_copy(
-                update={"parallelism": parallel.model_copy(update={"use_distributed_optimizer": True})}
-            )
+            yield recipe.with_layout(use_distributed_optimizer=True)
         return
     for stage in sorted({1, 2, 3, zero.stage} - ({0} if offload else set())):
         yield with_zero(recipe, zero, stage, offload)
@@ -124,21 +121,16 @@ def with_zero(recipe: Recipe, zero: Zero, stage: int, offload: bool) -> Recipe:
     moved = "none" if not offload else "cpu" if zero.offload_optimizer == "none" else zero.offload_optimizer
     kept = {"offload_param": "none", "nvme_path": None} if not offload else {}
     changed = zero.model_copy(update={"stage": stage, "offload_optimizer": moved, **kept})
-    sharded, _ = zero_rules.selected(recipe.model_copy(update={"zero": changed}), ())
+    sharded, _ = zero_rules.selected(recipe.with_layout(zero=changed), ())
     parallel: dict[str, Any] = {"use_distributed_optimizer": stage >= 1}
     if engine_name(sharded) == DEEPSPEED:
         parallel |= {"overlap_grad_reduce": False, "overlap_param_gather": False}
-    return sharded.model_copy(update={"parallelism": sharded.parallelism.model_copy(update=parallel)})
+    return sharded.with_layout(**parallel)
 
 
 def _degrees(recipe: Recipe, ranks: int, near: int, kept: Collection[str] = ()) -> Iterator[Recipe]:
     for candidate in _all_degrees(recipe, ranks, near, keep_recomputed="recompute_granularity" in kept):
-        if all(
-            getattr(section, name) == getattr(own, name)
-            for section, own in ((candidate.parallelism, recipe.parallelism), (candidate.train, recipe.train))
-            for name in kept
-            if name in type(own).model_fields
-        ):
+        if all(getattr(candidate.layout, name) == getattr(recipe.layout, name) for name in kept if name != ZERO):
             yield candidate
 
 
@@ -147,9 +139,9 @@ def _all_degrees(recipe: Recipe, ranks: int, near: int, *, keep_recomputed: bool
     recomputations = [{}] if keep_recomputed else [recomputation(), recomputation("auto")]
     batch = recipe.train.global_batch_size
     contexts = [c for c in powers(MOST_CONTEXT) if c == 1 or model.seq_length // c >= SHORTEST // 2]
-    contexts = sorted({*contexts, recipe.parallelism.context_parallel_size})
+    contexts = sorted({*contexts, recipe.layout.context_parallel_size})
     experts = [e for e in powers(model.num_moe_experts or 1) if (model.num_moe_experts or 1) % e == 0]
-    stages = sorted({*powers(min(MOST_PIPELINE, model.num_layers)), recipe.parallelism.pipeline_model_parallel_size})
+    stages = sorted({*powers(min(MOST_PIPELINE, model.num_layers)), recipe.layout.pipeline_model_parallel_size})
     if engine_name(recipe) == DEEPSPEED:  # which has neither
         contexts = stages = [1]
     cuts = {stage: list(stage_cuts(recipe, stage)) for stage in stages}
@@ -163,23 +155,20 @@ def _all_degrees(recipe: Recipe, ranks: int, near: int, *, keep_recomputed: bool
                     continue
                 for expert, inner in shares:
                     for cut in cuts[stage]:
-                        parallelism = recipe.parallelism.model_copy(
-                            update={
-                                "tensor_model_parallel_size": tensor,
-                                "pipeline_model_parallel_size": stage,
-                                "context_parallel_size": context,
-                                "expert_model_parallel_size": expert,
-                                "expert_tensor_parallel_size": inner,
-                                "sequence_parallel": tensor > 1,
-                                **cut,
-                            }
-                        )
-                        for micro in sorted({*powers(MOST_MICRO_BATCH), recipe.train.micro_batch_size}):
+                        degrees = {
+                            "tensor_model_parallel_size": tensor,
+                            "pipeline_model_parallel_size": stage,
+                            "context_parallel_size": context,
+                            "expert_model_parallel_size": expert,
+                            "expert_tensor_parallel_size": inner,
+                            "sequence_parallel": tensor > 1,
+                            **cut,
+                        }
+                        for micro in sorted({*powers(MOST_MICRO_BATCH), recipe.layout.micro_batch_size}):
                             if (batch // (ranks // dense)) % micro:
                                 continue
                             for recomputed in recomputations:
-                                train = recipe.train.model_copy(update={"micro_batch_size": micro, **recomputed})
-                                yield recipe.model_copy(update={"parallelism": parallelism, "train": train})
+                                yield recipe.with_layout(**degrees, micro_batch_size=micro, **recomputed)
 
 
 def fastest(
@@ -197,7 +186,7 @@ def fastest(
     update on the CPU is not known.
 
     Args:
-        kept: names of keys of `parallelism` and `train`, and `zero`, that all layouts have as the recipe has them.
+        kept: names of keys of `layout` that all layouts have as the recipe has them.
         within: none after the first that takes longer than the fastest by this fraction.
 
     Raises:
@@ -213,7 +202,7 @@ def fastest(
     near = cluster.gpus_per_domain
     tried = candidates(recipe, ranks, near, kept=kept)
     results = _fitting(recipe, tried, cluster, ranks, profile, number, within)
-    if not results and recipe.zero is not None and ZERO not in kept:
+    if not results and recipe.layout.zero is not None and ZERO not in kept:
         offloaded = candidates(recipe, ranks, near, offload=True, kept=kept)
         results = _fitting(recipe, offloaded, cluster, ranks, profile, number)
     if not results:
@@ -246,7 +235,7 @@ def by_zero(
     recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None, kept: Collection[str] = ()
 ) -> Candidate | None:
     """How a recipe without `zero` fits with it on the same GPUs, by DeepSpeed; None: it does not, or has `zero`."""
-    if recipe.zero is not None:
+    if recipe.layout.zero is not None:
         return None
     for offload in (False, True):
         sharded = with_zero(recipe, Zero(stage=3, extra={}), 3, offload)
@@ -305,7 +294,7 @@ def nearest(plan: Plan, number: int) -> list[tuple[str, Forecast]]:
     cluster = plan.cluster
     ranks = plan.layout.world_size
     gpu(plan, None)
-    offload = recipe.zero is not None and recipe.zero.offload_optimizer != "none"
+    offload = recipe.layout.zero is not None and recipe.layout.zero.offload_optimizer != "none"
     recipes = [
         _as_before(candidate, recipe)
         for candidate in candidates(recipe, ranks, cluster.gpus_per_domain, offload=offload)
@@ -341,36 +330,36 @@ _TOGETHER = {
 def changes(recipe: Recipe, candidate: Recipe) -> dict[str, list[str]]:
     """Overrides that make a candidate of the recipe, those that change together under one name."""
     by_section: dict[str, list[str]] = {}
-    for section in ("parallelism", "train"):
-        before, after = getattr(recipe, section), getattr(candidate, section)
-        for name in type(before).model_fields:
-            value = getattr(after, name)
-            if value != getattr(before, name):
-                shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-                by_section.setdefault(_TOGETHER.get(name, name), []).append(shlex.quote(f"{section}.{name}={shown}"))
+    for name, value in recipe.layout:
+        wanted = getattr(candidate.layout, name)
+        if name != ZERO and wanted != value:
+            shown = "null" if wanted is None else str(wanted).lower() if isinstance(wanted, bool) else str(wanted)
+            by_section.setdefault(_TOGETHER.get(name, name), []).append(shlex.quote(f"layout.{name}={shown}"))
     # Its other keys follow from these when the recipe is loaded.
-    before = recipe.zero
-    after = candidate.zero
+    before = recipe.layout.zero
+    after = candidate.layout.zero
     if after is not None:
         if before is None or after.stage != before.stage:
-            by_section.setdefault("stage", []).append(f"zero.stage={after.stage}")
+            by_section.setdefault("stage", []).append(f"layout.zero.stage={after.stage}")
         for name in ("offload_optimizer", "offload_param", "nvme_path"):
             value = getattr(after, name)
             if value != ("none" if before is None and name != "nvme_path" else getattr(before, name, None)):
                 shown = "null" if value is None else value
-                by_section.setdefault("offload_optimizer", []).append(shlex.quote(f"zero.{name}={shown}"))
+                by_section.setdefault("offload_optimizer", []).append(shlex.quote(f"layout.zero.{name}={shown}"))
     return by_section
 
 
 def _as_before(candidate: Recipe, recipe: Recipe) -> Recipe:
     """With the recipe's own selective recomputation and expert tensor parallelism where only those would differ."""
-    train, parallel = candidate.train, candidate.parallelism
-    if not train.recompute_granularity and recipe.train.recompute_granularity == "selective":
-        train = train.model_copy(update={name: getattr(recipe.train, name) for name in ALL_LAYERS})
-    split = parallel.expert_tensor_parallel_size == parallel.tensor_model_parallel_size
-    if split and recipe.parallelism.expert_tensor_parallel_size is None:
-        parallel = parallel.model_copy(update={"expert_tensor_parallel_size": None})
-    return candidate.model_copy(update={"train": train, "parallelism": parallel})
+    keys, before = candidate.layout, recipe.layout
+    if not keys.recompute_granularity and before.recompute_granularity == "selective":
+        candidate = candidate.with_layout(**{name: getattr(before, name) for name in ALL_LAYERS})
+    if (
+        keys.expert_tensor_parallel_size == keys.tensor_model_parallel_size
+        and before.expert_tensor_parallel_size is None
+    ):
+        candidate = candidate.with_layout(expert_tensor_parallel_size=None)
+    return candidate
 
 
 def _smallest(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None) -> str:
@@ -382,10 +371,10 @@ def _smallest(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | N
         nodes = -(-more // per_node)
         larger = replace(cluster, gpus=(cluster.gpus[0],) * (nodes * per_node), nodes=nodes)
         for candidate in candidates(recipe, more, larger.gpus_per_domain):
-            train, parallel = candidate.train, candidate.parallelism
-            if train.micro_batch_size > 1 or not train.recompute_granularity:
+            keys = candidate.layout
+            if keys.micro_batch_size > 1 or not keys.recompute_granularity:
                 continue
-            if parallel.virtual_pipeline_model_parallel_size or parallel.tensor_model_parallel_size < near:
+            if keys.virtual_pipeline_model_parallel_size or keys.tensor_model_parallel_size < near:
                 continue
             try:
                 plan = plan_of(candidate, larger, more) if _may_fit(candidate, larger, more) else None
@@ -404,9 +393,9 @@ def _may_fit(candidate: Recipe, cluster: Cluster, ranks: int) -> bool:
     laid_out = layout(candidate, ranks, cluster)
     sizes = shape(candidate.model)
     most = capacity(cluster, ranks) * (1 - LEAST_HEADROOM)
-    if candidate.train.recompute_granularity:
+    if candidate.layout.recompute_granularity:
         return model_states(candidate, sizes, laid_out, 0, cluster.device) <= most
-    number = candidate.train.global_batch_size // (laid_out.data_parallel_size * candidate.train.micro_batch_size)
+    number = candidate.train.global_batch_size // (laid_out.data_parallel_size * candidate.layout.micro_batch_size)
     return of_stage(candidate, sizes, laid_out, number, 0, cluster.device).total <= most
 
 
@@ -424,7 +413,7 @@ def _timed(
 ) -> Iterator[tuple[float, Recipe]]:
     """Candidates with the least seconds of their step. One plan serves all, with what the time model reads replaced."""
     near = cluster.gpus_per_domain
-    offload = recipe.zero is not None
+    offload = recipe.layout.zero is not None
     of_shape = chain(candidates(recipe, ranks, near), candidates(recipe, ranks, near, offload=True) if offload else ())
     base = next(
         (plan for candidate in of_shape if (plan := plan_of(candidate, cluster, ranks))),
@@ -440,14 +429,14 @@ def _timed(
             laid_out = layout(candidate, ranks, cluster)
         except UserError:
             continue
-        zero, parallel = candidate.zero, candidate.parallelism
+        zero, parallel = candidate.layout.zero, candidate.layout
         sharding = (parallel.use_distributed_optimizer, zero and (zero.stage, zero.offload_optimizer))
         chunks = laid_out.virtual_pipeline_model_parallel_size
-        micro = candidate.train.micro_batch_size
+        micro = candidate.layout.micro_batch_size
         number = candidate.train.global_batch_size // (laid_out.data_parallel_size * micro)
         if chunks > 1 and number % laid_out.pipeline_model_parallel_size:
             continue
-        key = (laid_out, micro, candidate.train.recompute_granularity, candidate.train.recompute_modules, sharding)
+        key = (laid_out, micro, candidate.layout.recompute_granularity, candidate.layout.recompute_modules, sharding)
         if key in seen:
             continue
         seen.add(key)

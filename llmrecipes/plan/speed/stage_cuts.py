@@ -30,7 +30,7 @@ def stage_cuts(recipe: Recipe, stages: int) -> Iterator[dict[str, Any]]:
     if stages == 1:
         yield {**even, "virtual_pipeline_model_parallel_size": None}
         return
-    present = recipe.parallelism
+    present = recipe.layout
     if stages == present.pipeline_model_parallel_size:
         yield {}
     for split, total in ((even, layers), (ends, layers + 2)):

@@ -138,12 +138,12 @@ def _targets(lora: Lora, model: Model) -> Iterator[Problem]:
 def _combinations(recipe: Recipe) -> Iterator[Problem]:
     model = recipe.model
     obstacles = {
-        "engine": (
+        "layout.engine": (
             engine_name(recipe) == DEEPSPEED,
             "deepspeed with lora",
             "adapters need the engine megatron: frozen weights have no gradients and no optimizer state for ZeRO "
             "to shard",
-            "engine megatron without zero.stage 2, 3 and offload",
+            "engine megatron without layout.zero.stage 2, 3 and offload",
         ),
         "model.mtp_num_layers": (
             model.mtp_num_layers is not None,

@@ -78,11 +78,11 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
             "with adapters, the whole model is frozen already",
             "remove train.freeze; lora.target_modules selects the adapted matrices",
         ),
-        "engine": (
+        "layout.engine": (
             engine_name(recipe) != MEGATRON,
             f"{engine_name(recipe)} with train.freeze",
             "the engine deepspeed does not support weights without optimizer state",
-            "engine megatron without zero.stage 2, 3 and offload",
+            "engine megatron without layout.zero.stage 2, 3 and offload",
         ),
         "model.mtp_num_layers": (
             recipe.model.mtp_num_layers is not None,

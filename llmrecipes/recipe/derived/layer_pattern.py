@@ -95,13 +95,13 @@ def keys_of(pattern: str, stages: int | None, *, mixture: bool) -> dict[str, Any
     if predictions:
         values["model.mtp_num_layers"] = len(predictions)
     if len(parts) > 1:
-        values[f"parallelism.{_STAGES}"] = stages
-        values |= {"parallelism.virtual_pipeline_model_parallel_size": chunks} if chunks > 1 else {}
+        values[f"layout.{_STAGES}"] = stages
+        values |= {"layout.virtual_pipeline_model_parallel_size": chunks} if chunks > 1 else {}
     if len({len(part) for part in parts}) > 1:
         written = [stage_layout.LAYER * len(part) for part in parts]
         written[0] = stage_layout.EMBEDDING + written[0]
         written[-1] += stage_layout.PREDICTION * len(predictions) + stage_layout.LOSS
-        values[f"parallelism.{stage_layout.KEY}"] = stage_layout.text(written)
+        values[f"layout.{stage_layout.KEY}"] = stage_layout.text(written)
     return values
 
 
@@ -123,9 +123,9 @@ def take(data: dict[str, Any]) -> tuple[str, list[Problem]]:
     if not isinstance(model, dict) or not isinstance(model.get("hybrid_layer_pattern"), str):
         return "", []  # none, or another type, which the schema refuses
     pattern: str = model.pop("hybrid_layer_pattern")
-    parallel = data.setdefault("parallelism", {})
-    sections = {"model": model, "parallelism": parallel if isinstance(parallel, dict) else {}}
-    stages = sections["parallelism"].get(_STAGES)
+    parallel = data.setdefault("layout", {})
+    sections = {"model": model, "layout": parallel if isinstance(parallel, dict) else {}}
+    stages = sections["layout"].get(_STAGES)
     try:
         values = keys_of(
             pattern,
@@ -134,8 +134,8 @@ def take(data: dict[str, Any]) -> tuple[str, list[Problem]]:
         )
     except UserError as error:
         return pattern, [Problem(KEY, error.what, error.rule, error.fix)]
-    if not sections["parallelism"].keys().isdisjoint(_CUTS):
-        values.pop(f"parallelism.{stage_layout.KEY}", None)
+    if not sections["layout"].keys().isdisjoint(_CUTS):
+        values.pop(f"layout.{stage_layout.KEY}", None)
     for key, value in values.items():
         section, _, name = key.partition(".")
         sections[section].setdefault(name, value)

@@ -1,4 +1,4 @@
-"""What every pipeline stage has, and megatron-core's notation of it, `parallelism.pipeline_model_parallel_layout`.
+"""What every pipeline stage has, and megatron-core's notation of it, `layout.pipeline_model_parallel_layout`.
 
 Read here without megatron-core, so that rules and plan know the stages; a test compares the two readings.
 """
@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import groupby
 
 from llmrecipes.recipe.document import Problem
-from llmrecipes.recipe.schema import Parallelism, Recipe
+from llmrecipes.recipe.schema import LayoutKeys, Recipe
 
 KEY = "pipeline_model_parallel_layout"
 EMBEDDING = "E"
@@ -100,7 +100,7 @@ def parts_of(notation: str, part: str) -> int:
 
 def layers_per_stage(recipe: Recipe) -> tuple[tuple[int, ...], ...]:
     """Layers of each chunk of each pipeline stage, as in megatron-core's `get_num_layers_to_build`."""
-    parallel = recipe.parallelism
+    parallel = recipe.layout
     layers = recipe.model.num_layers
     stages = parallel.pipeline_model_parallel_size
     chunks = parallel.virtual_pipeline_model_parallel_size or 1
@@ -124,7 +124,7 @@ def layers_per_stage(recipe: Recipe) -> tuple[tuple[int, ...], ...]:
 
 def written(recipe: Recipe) -> str | None:
     """The recipe's notation, or that of its first and last stage's numbers of layers; None: megatron-core divides."""
-    parallel = recipe.parallelism
+    parallel = recipe.layout
     if not parallel.num_layers_in_first_pipeline_stage and not parallel.num_layers_in_last_pipeline_stage:
         return parallel.pipeline_model_parallel_layout
     per_stage = layers_per_stage(recipe)
@@ -145,7 +145,7 @@ def layer_places(recipe: Recipe) -> list[tuple[int, int]]:
     ]
 
 
-def small(parallel: Parallelism, stages: int, chunks: int) -> str | None:
+def small(parallel: LayoutKeys, stages: int, chunks: int) -> str | None:
     """The first, the last and other stages of a layout's notation, for fewer stages; None without one.
 
     At most two layers each, two where there were more than on another, and one layer of multi-token prediction.
@@ -169,7 +169,7 @@ def small(parallel: Parallelism, stages: int, chunks: int) -> str | None:
 
 def problems(recipe: Recipe) -> Iterator[Problem]:
     """What is wrong with a recipe's notation: its parts, their number on the stages, and their places."""
-    parallel, model = recipe.parallelism, recipe.model
+    parallel, model = recipe.layout, recipe.model
     written = parallel.pipeline_model_parallel_layout or ""
     try:
         parts = parse(written)
@@ -248,4 +248,4 @@ def _degrees(number: int, stages: int) -> str:
 
 
 def _problem(what: str, rule: str, fix: str) -> Problem:
-    return Problem(f"parallelism.{KEY}", what, rule, fix)
+    return Problem(f"layout.{KEY}", what, rule, fix)

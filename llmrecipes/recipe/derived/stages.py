@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, InstanceOf
 
-from llmrecipes.recipe.schema import Parallelism, Recipe, Scheduler
-from llmrecipes.recipe.sections.speed import Speed
+from llmrecipes.recipe.schema import LayoutKeys, Recipe, Scheduler
 from llmrecipes.recipe.sections.stage_section import Stage
 
 if TYPE_CHECKING:
@@ -25,15 +24,16 @@ POSITIONS = (
 LOSSES = ("moe_router_bias_update_rate", "mtp_loss_scaling_factor")
 """What else of `model` a published schedule changes (DeepSeek-V3, arXiv 2412.19437, section 4.2)."""
 OF_PROCESS = ("attention_backend", "deterministic_mode")
-"""Keys of `speed` that become variables of the process, which libraries read once."""
+"""Keys of `layout` that become variables of the process, which libraries read once."""
+OF_RUN = ("name", "engine", "zero", "torch_compile", *OF_PROCESS)
+"""Keys of `layout` that a stage cannot change."""
 CHANGES = {
     "model": (*POSITIONS, *LOSSES),
     "train": (
-        *BATCH, "micro_batch_size", "recompute_granularity", "recompute_method", "recompute_num_layers",
-        "recompute_modules", "loss_chunk_tokens", "freeze",
+        *BATCH, "freeze", "grad_reduce_in_fp32", "reduce_scatter_with_fp32_accumulation", "fp8", "fp8_recipe",
+        "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
     ),
-    "parallelism": tuple(Parallelism.model_fields),
-    "speed": tuple(name for name in Speed.model_fields if name not in OF_PROCESS),
+    "layout": tuple(name for name in LayoutKeys.model_fields if name not in OF_RUN),
     "optimizer": ("lr", "min_lr"),
     "scheduler": tuple(Scheduler.model_fields),
 }  # fmt: skip

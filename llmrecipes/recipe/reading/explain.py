@@ -90,8 +90,13 @@ def _place(details: ErrorDetails, known: dict[str, RecipeKey]) -> str:
 
 
 def _is_free(place: tuple[int | str, ...], known: dict[str, RecipeKey]) -> bool:
+    """Whether it is a mapping with keys of the user, or in a section that is a value of one."""
     key = known.get(normal(dotted(place)))
-    return key is not None and key.free
+    around = known.get(str(place[0])) if place else None
+    values = [
+        value for each in (around.options if around else ()) for value in each.get("patternProperties", {}).values()
+    ]
+    return any("$ref" in value for value in values) or (key is not None and key.free)
 
 
 def _problem(details: ErrorDetails, document: type[BaseModel], hints: Mapping[str, Hint]) -> Problem:
@@ -155,6 +160,11 @@ def rule_of(details: ErrorDetails) -> str:
 
 def _unknown(key: str, own: list[str] | None, document: type[BaseModel]) -> Hint:
     section, _, name = key.rpartition(".")
+    if key.startswith("layouts."):  # whose layouts have the keys of another section
+        layout, _, inner = key.removeprefix("layouts.").partition(".")
+        meant = hint(f"layout.{inner}", document)
+        keys_of_layout = (each.removeprefix("layout.") for each in meant.keys if each.startswith("layout."))
+        return Hint(tuple(f"layouts.{layout}.{each}" for each in keys_of_layout), meant.note)
     if close := get_close_matches(name, own or (), n=1):
         return Hint((f"{section}.{close[0]}",))
     # Only a key that contains dots can be valid although it is unknown.

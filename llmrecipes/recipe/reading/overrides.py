@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.recipe import document
 from llmrecipes.recipe.document import Problem, clip
+from llmrecipes.recipe.reading.former import current
 from llmrecipes.recipe.reading.keys import ITEM, hint, is_key, keys, normal
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,9 @@ def parse_override(text: str, hints: bool = True) -> Override:
         raise UserError(
             f"{ITEM} must be replaced by an index", where=f"{where}: {key}", fix=key.replace(f".{ITEM}", ".0")
         )
+    if not is_key(key) and is_key(current(key)):
+        logger.warning("note: %s: %s is %s now", where, clip(key), current(key))
+        key = current(key)
     if not is_key(key):
         raise UserError("unknown key", where=f"{where}: {clip(key)}", fix=str(hint(key)) if hints else "")
     parsed = document.parse(value)

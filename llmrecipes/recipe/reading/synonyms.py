@@ -68,16 +68,16 @@ SAME: dict[str, str] = {
     "model.qk_head_dim": "qk_nope_head_dim",
     "model.qk_pos_emb_head_dim": "qk_rope_head_dim",
     "model.mtp_num_layers": "num_nextn_predict_layers",
-    "parallelism.tensor_model_parallel_size": "tp tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree "
+    "layout.tensor_model_parallel_size": "tp tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree "
     "model_parallel_size",
-    "parallelism.pipeline_model_parallel_size": "pp pp_size pipeline_parallel pipeline_parallel_size "
+    "layout.pipeline_model_parallel_size": "pp pp_size pipeline_parallel pipeline_parallel_size "
     "pipeline_parallel_degree pipe_parallel_size",
-    "parallelism.virtual_pipeline_model_parallel_size": "vpp virtual_pipeline_parallel_size "
+    "layout.virtual_pipeline_model_parallel_size": "vpp virtual_pipeline_parallel_size "
     "num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage",
-    "parallelism.context_parallel_size": "cp cp_size context_parallel context_parallel_degree",
-    "parallelism.expert_model_parallel_size": "ep ep_size expert_parallel_size expert_parallel_degree",
-    "parallelism.expert_tensor_parallel_size": "etp expert_tensor_parallel_degree",
-    "parallelism.sequence_parallel": "sp enable_sequence_parallel",
+    "layout.context_parallel_size": "cp cp_size context_parallel context_parallel_degree",
+    "layout.expert_model_parallel_size": "ep ep_size expert_parallel_size expert_parallel_degree",
+    "layout.expert_tensor_parallel_size": "etp expert_tensor_parallel_degree",
+    "layout.sequence_parallel": "sp enable_sequence_parallel",
     "lora.rank": "lora_r lora_rank lora_dim adapter finetuning_type",
     "lora.alpha": "lora_alpha",
     "lora.dropout": "lora_dropout",
@@ -89,15 +89,15 @@ SAME: dict[str, str] = {
     "data.chat.packing": "sample_packing",
     "data.chat.messages_key": "field_messages",
     "train.pretrained": "base_model model_name_or_path pretrained_model_name_or_path",
-    "parallelism.num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
-    "parallelism.num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
-    "parallelism.grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32 accumulate_grad_in_fp32",
-    "zero.stage": "zero_stage zero_optimization",
-    "zero.offload_optimizer": "cpu_offload offload_optimizer_device",
-    "zero.offload_param": "cpu_offload_param offload_param_device",
+    "layout.num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "layout.num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "train.grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32 accumulate_grad_in_fp32",
+    "layout.zero.stage": "zero_stage zero_optimization",
+    "layout.zero.offload_optimizer": "cpu_offload offload_optimizer_device",
+    "layout.zero.offload_param": "cpu_offload_param offload_param_device",
     "train.train_iters": "max_steps train_steps training_steps total_steps num_train_steps max_iters num_steps steps "
     "train_samples train_tokens num_train_epochs num_epochs epochs",
-    "train.micro_batch_size": "mbs local_batch_size device_batch_size per_device_train_batch_size "
+    "layout.micro_batch_size": "mbs local_batch_size device_batch_size per_device_train_batch_size "
     "train_micro_batch_size_per_gpu batch_size",
     "train.global_batch_size": "gbs train_batch_size total_batch_size global_train_batch_size batch_size "
     "gradient_accumulation_steps gradient_accumulation grad_accum accumulate_grad_batches "
@@ -112,11 +112,11 @@ SAME: dict[str, str] = {
     "train.log_interval": "logging_steps log_freq log_every log_every_n_steps print_freq",
     "train.label_smoothing": "label_smoothing_factor",
     "train.z_loss_coeff": "z_loss_multiplier z_loss_weight",
-    "train.recompute_granularity": "gradient_checkpointing activation_checkpointing activation_checkpoint "
+    "layout.recompute_granularity": "gradient_checkpointing activation_checkpointing activation_checkpoint "
     "recompute_activations checkpoint_activations recompute_layer",
-    "train.torch_compile": "compile use_torch_compile",
-    "speed.cuda_graph_impl": "enable_cuda_graph external_cuda_graph use_cuda_graph",
-    "speed.cuda_graph_modules": "cuda_graph_scope",
+    "layout.torch_compile": "compile use_torch_compile",
+    "layout.cuda_graph_impl": "enable_cuda_graph external_cuda_graph use_cuda_graph",
+    "layout.cuda_graph_modules": "cuda_graph_scope",
     "optimizer.lr": "learning_rate max_lr peak_lr base_lr",
     "optimizer.min_lr": "min_learning_rate end_lr min_lr_ratio min_lr_factor",
     "optimizer.weight_decay": "wd",
@@ -241,7 +241,7 @@ NOTES: tuple[tuple[str, str], ...] = (
     ("gradient_checkpointing recompute_layer", "selective or full"),
     ("sliding_window use_sliding_window", "set model.window_size: [n - 1, 0] for a window of n tokens"),
     ("max_window_layers layer_types", "set model.window_attn_skip_freq"),
-    ("per_device_eval_batch_size", "evaluation takes train.micro_batch_size and train.global_batch_size"),
+    ("per_device_eval_batch_size", "evaluation takes layout.micro_batch_size and train.global_batch_size"),
     (
         "attn_implementation _attn_implementation use_flash_attn",
         "remove it: the attention kernel follows from the device",

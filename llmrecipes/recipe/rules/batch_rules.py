@@ -17,14 +17,15 @@ MOST_SIZES = 10_000
 
 def rules(recipe: Recipe) -> Iterator[Problem]:
     """Whether each global batch is one of whole micro-batches; for ranks, the plan checks it."""
-    train = recipe.train
     if problem := _malformed(recipe):
         yield problem
         return
     for stretch in stretches(recipe):
         size = stretch.global_batch_size
-        if size % train.micro_batch_size:
-            yield not_divisible(recipe, stretch, train.micro_batch_size, f"micro_batch_size {train.micro_batch_size}")
+        if size % recipe.layout.micro_batch_size:
+            yield not_divisible(
+                recipe, stretch, recipe.layout.micro_batch_size, f"micro_batch_size {recipe.layout.micro_batch_size}"
+            )
             break
     if not varies(recipe):
         return
@@ -42,10 +43,10 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
             "the steps of a trial must have equal batches",
             f"remove {key(recipe)}; set it later, for the run with the best values",
         )
-    if recipe.speed.cuda_graph_impl is not None:
+    if recipe.layout.cuda_graph_impl is not None:
         yield Problem(
-            "speed.cuda_graph_impl",
-            f"{recipe.speed.cuda_graph_impl} with {key(recipe)}",
+            "layout.cuda_graph_impl",
+            f"{recipe.layout.cuda_graph_impl} with {key(recipe)}",
             "CUDA graphs are captured for a fixed number of micro-batches",
             "cuda_graph_impl null",
         )

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from llmrecipes.recipe.derived.stage_layout import layer_places
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.rules.layout_rules import pipeline
-from llmrecipes.recipe.schema import Model, Parallelism, Recipe
+from llmrecipes.recipe.schema import LayoutKeys, Model, Recipe
 from llmrecipes.recipe.sections.distill import Distill
 
 SHARED = ("seq_length", "vocab_size", "make_vocab_size_divisible_by")
@@ -66,15 +66,13 @@ def teacher_model(recipe: Recipe) -> Model:
 
 def teacher_recipe(recipe: Recipe) -> Recipe:
     """The recipe of the teacher's passes: its model in the layout, precision and batch of the student."""
-    off = {"label_smoothing": 0.0, "loss_chunk_tokens": 0, "torch_compile": False, "freeze": ()}
-    train = recipe.train.model_copy(update=off)
+    train = recipe.train.model_copy(update={"label_smoothing": 0.0, "freeze": ()})
     model = teacher_model(recipe)
-    parallel = recipe.parallelism
+    keys: dict[str, Any] = {"loss_chunk_tokens": 0, "torch_compile": False}
     if not model.num_moe_experts:  # the ranks that share the student's experts have the same dense teacher
-        dense = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
-        parallel = parallel.model_copy(update=dense)
-    update = {"model": model, "parallelism": parallel, "train": train, "distill": None, "lora": None, "qat": None}
-    return recipe.model_copy(update=update)
+        keys |= {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
+    update = {"model": model, "train": train, "distill": None, "lora": None, "qat": None}
+    return recipe.model_copy(update=update).with_layout(**keys)
 
 
 def differing(student: Model, teacher: Model) -> dict[str, Any]:
@@ -87,9 +85,7 @@ def differing(student: Model, teacher: Model) -> dict[str, Any]:
     return {key: value for key, value in then.items() if now[key] != value and key not in skipped}
 
 
-def rehearsed(
-    recipe: Recipe, student: Model, parallel: Parallelism, small: Callable[[Recipe], Model]
-) -> Distill | None:
+def rehearsed(recipe: Recipe, student: Model, parallel: LayoutKeys, small: Callable[[Recipe], Model]) -> Distill | None:
     """The section of a rehearsal, whose teacher has random weights.
 
     Args:
@@ -106,7 +102,7 @@ def rehearsed(
         teacher = teacher.model_copy(update={key: getattr(student, key) for key in WIDTH})
     values = teacher.model_dump(mode="json")
     different = {key: values[key] for key in distill.model} | differing(student, teacher)
-    models = (recipe.model_copy(update={"model": model, "parallelism": parallel}) for model in (student, teacher))
+    models = (recipe.model_copy(update={"model": model, "layout": parallel}) for model in (student, teacher))
     layers = _last_of_each_place(*models)[-len(distill.layers) :] if distill.layers else ()
     return distill.model_copy(update={"model": different, "top_k": top_k, "logits": None, "layers": layers})
 
@@ -180,9 +176,9 @@ def _layers(recipe: Recipe, distill: Distill, teacher: Model) -> Iterator[Proble
             "the precomputed folder has no hidden states of the teacher",
             "remove logits or layers",
         )
-    if recipe.train.torch_compile:
+    if recipe.layout.torch_compile:
         yield Problem(
-            "train.torch_compile",
+            "layout.torch_compile",
             "true with distill.layers",
             "the output of compiled layers cannot be read",
             "remove torch_compile",
@@ -213,7 +209,7 @@ def _layers(recipe: Recipe, distill: Distill, teacher: Model) -> Iterator[Proble
 
 
 def _combinations(recipe: Recipe) -> Iterator[Problem]:
-    speed = recipe.speed
+    speed = recipe.layout
     obstacles = {
         "train.label_smoothing": (
             recipe.train.label_smoothing > 0,
@@ -225,17 +221,17 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
             "a teacher predicts the next token only",
             "remove mtp_num_layers",
         ),
-        "speed.tp_comm_overlap": (
+        "layout.tp_comm_overlap": (
             bool(speed.tp_comm_overlap),
             "its user buffers fit the width of one model only",
             "remove tp_comm_overlap",
         ),
-        "speed.cuda_graph_impl": (
+        "layout.cuda_graph_impl": (
             speed.cuda_graph_impl is not None,
             "the teacher's forward pass cannot be captured in CUDA graphs",
             "remove cuda_graph_impl",
         ),
-        "speed.overlap_moe_expert_parallel_comm": (
+        "layout.overlap_moe_expert_parallel_comm": (
             bool(speed.overlap_moe_expert_parallel_comm),
             "its schedule has no forward pass of a teacher",
             "remove overlap_moe_expert_parallel_comm",
@@ -261,7 +257,7 @@ def of_teacher(recipe: Recipe, check: Callable[[Recipe], list[Problem]]) -> list
         what = f"the teacher: {problem.what} ({problem.key})"
         if problem.key.startswith("model."):
             problems.append(Problem(f"distill.{problem.key}", what, problem.rule, problem.fix))
-        elif problem.key.startswith("parallelism."):
+        elif problem.key.startswith("layout."):
             problems.append(Problem("distill.model", what, problem.rule, problem.fix))
     if not problems and not any(problem.key == "distill.layers" for problem in of_section):
         problems += _apart(recipe, teacher)
@@ -291,5 +287,5 @@ def _apart(recipe: Recipe, teacher: Recipe) -> Iterator[Problem]:
 
 def _name(recipe: Recipe, place: tuple[int, int]) -> str:
     """A pipeline stage and chunk, as text."""
-    chunks = recipe.parallelism.virtual_pipeline_model_parallel_size
+    chunks = recipe.layout.virtual_pipeline_model_parallel_size
     return f"stage {place[0]}, chunk {place[1]}" if chunks else f"stage {place[0]}"

@@ -10,18 +10,18 @@ from pydantic import ValidationError
 
 from llmrecipes.recipe.document import Problem, clip
 from llmrecipes.recipe.reading.core_fields import converted, fields_of_model, type_of
-from llmrecipes.recipe.schema import Model, Parallelism, Recipe, Train
+from llmrecipes.recipe.schema import LayoutKeys, Model, Recipe, Train
 from llmrecipes.recipe.sections.extra_keys import ExtraKeys
 from llmrecipes.recipe.sections.section import Section
-from llmrecipes.recipe.speedups.features import FEATURES
+from llmrecipes.recipe.speedups.features import FEATURES, key_of
 
 KEY = "model.extra"
 CLASS = "TransformerConfig"
 _PRECISION = "train.precision"
-_STAGES = "parallelism.pipeline_model_parallel_size"
-_CHUNKS = "parallelism.virtual_pipeline_model_parallel_size"
+_STAGES = "layout.pipeline_model_parallel_size"
+_CHUNKS = "layout.virtual_pipeline_model_parallel_size"
 _LAYERS = "model.transformer_impl"
-_GRAPHS = "speed.cuda_graph_impl"
+_GRAPHS = "layout.cuda_graph_impl"
 
 _OTHER_NAMES: Mapping[str, str] = {
     "fp16": _PRECISION,
@@ -38,10 +38,10 @@ _OTHER_NAMES: Mapping[str, str] = {
     "use_te_rng_tracker": _GRAPHS,
     "enable_cuda_graph": _GRAPHS,
     "external_cuda_graph": _GRAPHS,
-    "cuda_graph_scope": "speed.cuda_graph_modules",
-    "hierarchical_context_parallel_sizes": "speed.hierarchical_context_parallel_sizes",
-    "moe_enable_deepep": "speed.moe_flex_dispatcher_backend",
-    "moe_layer_recompute": "train.recompute_modules",
+    "cuda_graph_scope": "layout.cuda_graph_modules",
+    "hierarchical_context_parallel_sizes": "layout.hierarchical_context_parallel_sizes",
+    "moe_enable_deepep": "layout.moe_flex_dispatcher_backend",
+    "moe_layer_recompute": "layout.recompute_modules",
     "moe_token_dropping": "model.moe_expert_capacity_factor",
     "mtp_hybrid_override_pattern": "model.mtp_num_layers",
     "mup_width_mult": "model.mup_base_hidden_size",
@@ -115,17 +115,17 @@ LACKED_BY_LOCAL_LAYERS = (
 )  # fmt: skip
 """Fields of TransformerEngine's kernels, and of what our attention and norm replace in megatron-core's own layers."""
 
-_ONLY_WITH = {"moe_": "model.num_moe_experts", "mtp_": "model.mtp_num_layers", "fp8_": "speed.fp8"}
+_ONLY_WITH = {"moe_": "model.num_moe_experts", "mtp_": "model.mtp_num_layers", "fp8_": "train.fp8"}
 """First part of a field's name, and the key without which it has no effect."""
 
 
 @cache
 def _extra() -> ExtraKeys:
-    sections: dict[str, type[Section]] = {"model": Model, "parallelism": Parallelism, "train": Train}
+    sections: dict[str, type[Section]] = {"model": Model, "layout": LayoutKeys, "train": Train}
     fields = fields_of_model(latent=True)
     same = {name: f"{at}.{name}" for at, kind in sections.items() for name in kind.model_fields if name in fields}
     features = {
-        feature.field.removeprefix(f"{CLASS}."): f"speed.{name}"
+        feature.field.removeprefix(f"{CLASS}."): key_of(name)
         for name, feature in FEATURES.items()
         if feature.field.startswith(f"{CLASS}.")
     }

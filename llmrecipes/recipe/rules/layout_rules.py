@@ -14,12 +14,12 @@ from llmrecipes.recipe.schema import Recipe
 
 def tensor(recipe: Recipe) -> Iterator[Problem]:
     """Sizes that are split over tensor-parallel ranks are divisible by their number."""
-    degree = recipe.parallelism.tensor_model_parallel_size
+    degree = recipe.layout.tensor_model_parallel_size
     sizes = shared_sizes(recipe)
     wrong = [f"{name} {size}" for name, size in sizes.items() if size % degree]
     if wrong:
         yield Problem(
-            "parallelism.tensor_model_parallel_size",
+            "layout.tensor_model_parallel_size",
             f"{degree} does not divide {', '.join(wrong)}",
             "tensor_model_parallel_size must divide heads, query groups, MLP width and vocabulary",
             f"tensor_model_parallel_size {divisors(math.gcd(*sizes.values()), degree)}",
@@ -48,19 +48,19 @@ def shared_sizes(recipe: Recipe) -> dict[str, int]:
 
 def sequence(recipe: Recipe) -> Iterator[Problem]:
     """Sequence parallelism needs tensor parallelism, and the sequence divides over context and sequence parallelism."""
-    parallel, model = recipe.parallelism, recipe.model
+    parallel, model = recipe.layout, recipe.model
     tensor_size = parallel.tensor_model_parallel_size
     context_size = parallel.context_parallel_size
     if parallel.sequence_parallel and tensor_size == 1:
         yield Problem(
-            "parallelism.sequence_parallel",
+            "layout.sequence_parallel",
             "true with tensor_model_parallel_size 1",
             "sequence parallelism splits tokens over tensor-parallel ranks",
             "tensor_model_parallel_size 2, or sequence_parallel false",
         )
     if model.num_moe_experts and tensor_size > 1 and not parallel.sequence_parallel:
         yield Problem(
-            "parallelism.sequence_parallel",
+            "layout.sequence_parallel",
             f"false with num_moe_experts and tensor_model_parallel_size {tensor_size}",
             "experts with tensor parallelism need sequence parallelism; otherwise every rank would route the same "
             "tokens",
@@ -85,7 +85,7 @@ def sequence(recipe: Recipe) -> Iterator[Problem]:
 def yarn(recipe: Recipe) -> Iterator[Problem]:
     """The context before YaRN divides over context-parallel ranks: megatron-core prepares its angles for it."""
     model = recipe.model
-    ranks = recipe.parallelism.context_parallel_size
+    ranks = recipe.layout.context_parallel_size
     name = "original_max_position_embeddings"
     if model.position_embedding_type == "yarn":
         name = f"yarn_{name}"
@@ -103,7 +103,7 @@ def yarn(recipe: Recipe) -> Iterator[Problem]:
 
 def pipeline(recipe: Recipe) -> Iterator[Problem]:
     """Layers, and embedding and loss if counted as layers, divide over stages and their chunks."""
-    parallel = recipe.parallelism
+    parallel = recipe.layout
     layers = recipe.model.num_layers
     stages = parallel.pipeline_model_parallel_size
     chunks = parallel.virtual_pipeline_model_parallel_size
@@ -122,7 +122,7 @@ def pipeline(recipe: Recipe) -> Iterator[Problem]:
             used.insert(0, "virtual_pipeline_model_parallel_size")
         for name in used:
             yield Problem(
-                f"parallelism.{name}",
+                f"layout.{name}",
                 f"{getattr(parallel, name)} with pipeline_model_parallel_size 1".replace("True", "true"),
                 f"{name} is only used with pipeline stages",
                 f"pipeline_model_parallel_size 2, or remove {name}",
@@ -131,7 +131,7 @@ def pipeline(recipe: Recipe) -> Iterator[Problem]:
     if parallel.pipeline_model_parallel_layout:
         if len(used) > 1:
             yield Problem(
-                f"parallelism.{stage_layout.KEY}",
+                f"layout.{stage_layout.KEY}",
                 f"set with {', '.join(used[:-1])}",
                 f"{stage_layout.KEY} defines all stages, so the other keys cannot be set too",
                 f"remove {', '.join(used[:-1])}, or {stage_layout.KEY}",
@@ -141,7 +141,7 @@ def pipeline(recipe: Recipe) -> Iterator[Problem]:
         return
     if any(ends.values()) and any(counted.values()):
         yield Problem(
-            f"parallelism.{used[0]}",
+            f"layout.{used[0]}",
             f"set with {used[-1]}",
             "num_layers_in_*_pipeline_stage and account_for_* cannot be combined",
             f"remove {used[0]} or {used[-1]}",
@@ -152,7 +152,7 @@ def pipeline(recipe: Recipe) -> Iterator[Problem]:
 
 def _even(recipe: Recipe, extra: int, layers: int) -> Iterator[Problem]:
     """All stages have the same number of layers, with embedding and loss if they are counted as layers."""
-    parallel = recipe.parallelism
+    parallel = recipe.layout
     stages = parallel.pipeline_model_parallel_size
     chunks = parallel.virtual_pipeline_model_parallel_size or 1
     together = layers + extra
@@ -167,7 +167,7 @@ def _even(recipe: Recipe, extra: int, layers: int) -> Iterator[Problem]:
     around = (together // step * step - extra, -(-together // step) * step - extra)
     near = " or ".join(str(number) for number in around if number > 0)
     yield Problem(
-        "parallelism.pipeline_model_parallel_size",
+        "layout.pipeline_model_parallel_size",
         f"{layers} layers{counted} do not divide evenly over {degree}",
         "all pipeline stages and their chunks must have the same number of layers",
         f"{fits}num_layers {near}",
@@ -176,7 +176,7 @@ def _even(recipe: Recipe, extra: int, layers: int) -> Iterator[Problem]:
 
 def _uneven(recipe: Recipe, ends: dict[str, int | None]) -> Iterator[Problem]:
     """First and last stage have the given number of layers, the others share the rest."""
-    parallel = recipe.parallelism
+    parallel = recipe.layout
     layers = recipe.model.num_layers
     stages = parallel.pipeline_model_parallel_size
     chunks = parallel.virtual_pipeline_model_parallel_size or 1
@@ -184,7 +184,7 @@ def _uneven(recipe: Recipe, ends: dict[str, int | None]) -> Iterator[Problem]:
     for name, value in given.items():
         if value % chunks:
             yield Problem(
-                f"parallelism.{name}",
+                f"layout.{name}",
                 f"{value} is not a multiple of virtual_pipeline_model_parallel_size {chunks}",
                 "all chunks of a stage must have the same number of layers",
                 f"{name} {multiples(value, chunks)}",
@@ -203,7 +203,7 @@ def _uneven(recipe: Recipe, ends: dict[str, int | None]) -> Iterator[Problem]:
         ]
         near = sorted(fitting, key=lambda value: abs(value - given[first]))[:2]
         yield Problem(
-            f"parallelism.{first}",
+            f"layout.{first}",
             f"{words} leave {rest} of {layers} layers to {middle} stages",
             "stages without an explicit number must share the remaining layers evenly",
             f"{first} {' or '.join(str(value) for value in sorted(near))}" if near else "fewer pipeline stages",
@@ -212,7 +212,7 @@ def _uneven(recipe: Recipe, ends: dict[str, int | None]) -> Iterator[Problem]:
 
 def expert(recipe: Recipe) -> Iterator[Problem]:
     """Experts divide over expert-parallel ranks, and one expert over expert-tensor-parallel ranks."""
-    parallel = recipe.parallelism
+    parallel = recipe.layout
     model = recipe.model
     s = shape(recipe.model)
     degree = parallel.expert_model_parallel_size
@@ -224,7 +224,7 @@ def expert(recipe: Recipe) -> Iterator[Problem]:
         ):
             if value != nothing:
                 yield Problem(
-                    f"parallelism.{name}",
+                    f"layout.{name}",
                     f"{value} without model.num_moe_experts",
                     f"{name} is only used with experts",
                     f"model.num_moe_experts, or remove {name}",
@@ -232,7 +232,7 @@ def expert(recipe: Recipe) -> Iterator[Problem]:
         return
     if model.num_moe_experts % degree:
         yield Problem(
-            "parallelism.expert_model_parallel_size",
+            "layout.expert_model_parallel_size",
             f"{degree} does not divide num_moe_experts {model.num_moe_experts}",
             "expert_model_parallel_size must divide num_moe_experts",
             f"expert_model_parallel_size {divisors(model.num_moe_experts, degree)}",
@@ -248,7 +248,7 @@ def expert(recipe: Recipe) -> Iterator[Problem]:
     inner = inner or parallel.tensor_model_parallel_size
     if s.moe_ffn_hidden_size % inner:
         yield Problem(
-            "parallelism.expert_tensor_parallel_size",
+            "layout.expert_tensor_parallel_size",
             f"{inner} does not divide moe_ffn_hidden_size {s.moe_ffn_hidden_size}",
             "expert_tensor_parallel_size must divide the width of an expert",
             f"expert_tensor_parallel_size {divisors(s.moe_ffn_hidden_size, inner)}",
@@ -260,7 +260,7 @@ def elastic(recipe: Recipe) -> Iterator[Problem]:
     if recipe.train.elastic is None:
         return
     least, most = recipe.train.elastic
-    micro = recipe.train.micro_batch_size
+    micro = recipe.layout.micro_batch_size
     if least > most:
         yield Problem(
             "train.elastic",
@@ -270,7 +270,7 @@ def elastic(recipe: Recipe) -> Iterator[Problem]:
         )
     elif recipe.train.global_batch_size % micro == 0 and not elastic_worlds(recipe):
         # Replicas of the recipe's layout, which those of a stage may be larger than.
-        ranks = recipe.train.global_batch_size // micro * model_parallel_size(recipe.parallelism)
+        ranks = recipe.train.global_batch_size // micro * model_parallel_size(recipe.layout)
         widest = recipe.train.model_copy(update={"elastic": (1, -(-ranks // replica_ranks(recipe)))})
         worlds = elastic_worlds(recipe.model_copy(update={"train": widest}))
         replicas = list(dict.fromkeys(max(1, ranks // replica_ranks(recipe)) for ranks in worlds))

@@ -156,7 +156,7 @@ def latent_attention(recipe: Recipe) -> Iterator[Problem]:
 
 def multi_token_prediction(recipe: Recipe) -> Iterator[Problem]:
     """Multi-token prediction is only used with what megatron-core supports."""
-    model, train = recipe.model, recipe.train
+    model, _train = recipe.model, recipe.train
     if model.mtp_num_layers is None:
         yield from belongs(model, ("mtp_loss_scaling_factor",), "multi-token prediction", "mtp_num_layers")
         return
@@ -167,17 +167,17 @@ def multi_token_prediction(recipe: Recipe) -> Iterator[Problem]:
             "multi-token prediction needs rope: a table of positions would be needed on the last pipeline stage too",
             "position_embedding_type rope, or remove mtp_num_layers",
         )
-    if model.share_embeddings_and_output_weights and recipe.parallelism.pipeline_model_parallel_size > 1:
+    if model.share_embeddings_and_output_weights and recipe.layout.pipeline_model_parallel_size > 1:
         yield Problem(
             "model.share_embeddings_and_output_weights",
             "true with mtp_num_layers and pipeline stages",
             "megatron-core cannot save a tied embedding from the stage of multi-token prediction",
             "share_embeddings_and_output_weights false, or pipeline_model_parallel_size 1",
         )
-    if train.recompute_method == "uniform" and train.recompute_num_layers != 1:
+    if recipe.layout.recompute_method == "uniform" and recipe.layout.recompute_num_layers != 1:
         yield Problem(
-            "train.recompute_num_layers",
-            f"{train.recompute_num_layers} with recompute_method uniform and mtp_num_layers",
+            "layout.recompute_num_layers",
+            f"{recipe.layout.recompute_num_layers} with recompute_method uniform and mtp_num_layers",
             "megatron-core recomputes multi-token prediction layers one at a time, or with block not at all",
             "recompute_num_layers 1, or recompute_method block",
         )
@@ -202,11 +202,11 @@ def belongs(model: Model, names: tuple[str, ...], what: str, switch: str) -> Ite
 
 def dispatcher(recipe: Recipe) -> Iterator[Problem]:
     """What `moe_token_dispatcher_type: flex` needs in megatron-core."""
-    model, parallel = recipe.model, recipe.parallelism
+    model, parallel = recipe.model, recipe.layout
     if not model.num_moe_experts or model.moe_token_dispatcher_type != "flex":  # noqa: S105 - no password
         return
     key = "model.moe_token_dispatcher_type"
-    backend = recipe.speed.moe_flex_dispatcher_backend or "deepep"
+    backend = recipe.layout.moe_flex_dispatcher_backend or "deepep"
     tensor = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
     if parallel.expert_model_parallel_size * tensor == 1:
         yield Problem(key, "flex without expert parallelism", "flex needs expert or expert-tensor parallelism",

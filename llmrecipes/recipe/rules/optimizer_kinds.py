@@ -75,14 +75,14 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
             KEY,
             f"{kind} with engine {engine_name(recipe)}",
             "only the engine megatron has optimizers other than adam",
-            "optimizer.optimizer adam, or zero.stage 0 without offload",
+            "optimizer.optimizer adam, or layout.zero.stage 0 without offload",
         )
-    elif recipe.parallelism.use_distributed_optimizer:
+    elif recipe.layout.use_distributed_optimizer:
         yield Problem(
-            "parallelism.use_distributed_optimizer",
+            "layout.use_distributed_optimizer",
             f"true with optimizer.optimizer {kind}",
             "megatron-core's distributed optimizer splits parameters at arbitrary places and supports AdamW only",
-            "parallelism.use_distributed_optimizer false, or optimizer.optimizer adam",
+            "layout.use_distributed_optimizer false, or optimizer.optimizer adam",
         )
     if recipe.model.use_mup:
         yield Problem(

@@ -47,7 +47,7 @@ def types(recipe: Recipe) -> Iterator[Problem]:
                       "only AdamW supports other types of moments", off)  # fmt: skip
     if engine_name(recipe) != MEGATRON:
         yield Problem(KEY, "true with engine deepspeed", "DeepSpeed uses its own optimizers", off)
-    elif not recipe.parallelism.use_distributed_optimizer:
+    elif not recipe.layout.use_distributed_optimizer:
         yield Problem(KEY, "true with use_distributed_optimizer false",
                       "needs megatron-core's distributed optimizer",
                       f"use_distributed_optimizer true, or {off}")  # fmt: skip
@@ -89,11 +89,11 @@ def qk_clip(recipe: Recipe) -> Iterator[Problem]:
             chat is not None and chat.packing, "the logits of packed conversations cannot be measured",
             "packing false",
         ),
-        "train.torch_compile": (
-            recipe.train.torch_compile, "the queries of a compiled layer cannot be read", "remove torch_compile",
+        "layout.torch_compile": (
+            recipe.layout.torch_compile, "the queries of a compiled layer cannot be read", "remove torch_compile",
         ),
-        "speed.cuda_graph_impl": (
-            recipe.speed.cuda_graph_impl is not None, "the queries of a captured layer cannot be read",
+        "layout.cuda_graph_impl": (
+            recipe.layout.cuda_graph_impl is not None, "the queries of a captured layer cannot be read",
             "remove cuda_graph_impl",
         ),
         KEY: (

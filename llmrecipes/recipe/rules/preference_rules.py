@@ -23,10 +23,10 @@ def has_second_model(recipe: Recipe) -> bool:
 
 def reference_recipe(recipe: Recipe) -> Recipe:
     """The recipe of the reference's passes: the same model without adapters and dropout, in the same layout."""
-    train = recipe.train.model_copy(update={"loss_chunk_tokens": 0, "torch_compile": False})
     model = recipe.model.model_copy(update=OF_TEACHERS)
     lora = None if has_second_model(recipe) else recipe.lora
-    return recipe.model_copy(update={"model": model, "train": train, "dpo": None, "qat": None, "lora": lora})
+    plain = recipe.model_copy(update={"model": model, "dpo": None, "qat": None, "lora": lora})
+    return plain.with_layout(loss_chunk_tokens=0, torch_compile=False)
 
 
 def needs_start_weights(recipe: Recipe) -> bool:
@@ -113,17 +113,20 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
     if dpo.reference_free and dpo.reference_log_probs is not None:
         yield Problem("dpo.reference_log_probs", f"{dpo.reference_log_probs!r} with reference_free",
                       "reference_free uses no reference model", "remove one of them")  # fmt: skip
-    for key in ("micro_batch_size", "global_batch_size"):
-        size = getattr(recipe.train, key)
+    sizes = {
+        "layout.micro_batch_size": recipe.layout.micro_batch_size,
+        "train.global_batch_size": recipe.train.global_batch_size,
+    }
+    for key, size in sizes.items():
         if size % rows_of_a_pair(recipe):
-            yield Problem(f"train.{key}", f"{size} with data.chat.packing false",
+            yield Problem(key, f"{size} with data.chat.packing false",
                           "both answers of a pair must be in the same micro-batch, as two sequences",
-                          f"{key}: {size + 1}, or data.chat.packing true")  # fmt: skip
+                          f"{key} {size + 1}, or data.chat.packing true")  # fmt: skip
     yield from _combinations(recipe)
 
 
 def _combinations(recipe: Recipe) -> Iterator[Problem]:
-    speed, train, model = recipe.speed, recipe.train, recipe.model
+    speed, train, model = recipe.layout, recipe.train, recipe.model
     count = "the loss is averaged over pairs, but this term over tokens"
     obstacles = {
         "distill": (recipe.distill is not None, "a run can use distillation or preference pairs, not both",
@@ -149,14 +152,14 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
         "model.moe_z_loss_coeff": (
             bool(model.num_moe_experts) and bool(model.moe_z_loss_coeff), count, "remove moe_z_loss_coeff",
         ),
-        "speed.tp_comm_overlap": (
+        "layout.tp_comm_overlap": (
             bool(speed.tp_comm_overlap), "its user buffers fit one model only", "remove tp_comm_overlap",
         ),
-        "speed.cuda_graph_impl": (
+        "layout.cuda_graph_impl": (
             speed.cuda_graph_impl is not None, "the reference's forward pass cannot be captured in CUDA graphs",
             "remove cuda_graph_impl",
         ),
-        "speed.overlap_moe_expert_parallel_comm": (
+        "layout.overlap_moe_expert_parallel_comm": (
             bool(speed.overlap_moe_expert_parallel_comm), "its schedule has no forward pass of a reference model",
             "remove overlap_moe_expert_parallel_comm",
         ),

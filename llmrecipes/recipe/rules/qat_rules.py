@@ -8,7 +8,7 @@ from llmrecipes.recipe.derived.adapters import Matrix, matrices
 from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.engines import MEGATRON, engine_name
-from llmrecipes.recipe.schema import Model, Parallelism, Recipe
+from llmrecipes.recipe.schema import LayoutKeys, Model, Recipe
 from llmrecipes.recipe.sections.qat import Qat
 
 GROUPS = (128, 64, 32, 16, 8)
@@ -47,18 +47,18 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
 
 def _obstacles(recipe: Recipe) -> dict[str, tuple[bool, str, str]]:
     return {
-        "engine": (
+        "layout.engine": (
             engine_name(recipe) != MEGATRON,
             "quantisation-aware training needs the engine megatron",
-            "engine megatron without zero.stage 2, 3 and offload",
+            "engine megatron without layout.zero.stage 2, 3 and offload",
         ),
         "lora": (
             recipe.lora is not None,
             "matrices with adapters are frozen and cannot adapt to rounding",
             "remove lora or qat",
         ),
-        "train.torch_compile": (
-            recipe.train.torch_compile,
+        "layout.torch_compile": (
+            recipe.layout.torch_compile,
             "weights are rounded once per step, which compiled layers would miss",
             "remove torch_compile",
         ),
@@ -74,7 +74,7 @@ def _groups(recipe: Recipe, group: int | None) -> Iterator[Problem]:
     """Rows that a rank has a part of: the part is whole groups."""
     if group is None:
         return
-    for matrix, ranks in _shared(recipe.model, recipe.parallelism):
+    for matrix, ranks in _shared(recipe.model, recipe.layout):
         if matrix.width % (group * ranks):
             near = next((size for size in GROUPS if matrix.width % (size * ranks) == 0), None)
             shared = f", on {ranks} ranks" if ranks > 1 else ""
@@ -87,7 +87,7 @@ def _groups(recipe: Recipe, group: int | None) -> Iterator[Problem]:
             return
 
 
-def _shared(model: Model, parallel: Parallelism) -> Iterator[tuple[Matrix, int]]:
+def _shared(model: Model, parallel: LayoutKeys) -> Iterator[tuple[Matrix, int]]:
     """Rounded matrices, and the ranks that share a row of each."""
     s = shape(model)
     tensor = parallel.tensor_model_parallel_size
@@ -97,7 +97,7 @@ def _shared(model: Model, parallel: Parallelism) -> Iterator[tuple[Matrix, int]]
             yield matrix, 1 if matrix.by_columns else ranks
 
 
-def rehearsed(qat: Qat | None, model: Model, parallel: Parallelism) -> Qat | None:
+def rehearsed(qat: Qat | None, model: Model, parallel: LayoutKeys) -> Qat | None:
     """The section of a rehearsal with this small model: groups that its rows divide into, from the first step on."""
     if qat is None:
         return None

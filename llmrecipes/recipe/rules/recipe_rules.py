@@ -101,8 +101,11 @@ def chat_template(recipe: Recipe) -> Iterator[Problem]:
 
 def packs_in_local_layers(recipe: Recipe) -> tuple[str, str] | None:
     """A key with which only the local layers keep packed conversations apart, and the reason."""
-    if recipe.train.micro_batch_size > 1:
-        return f"train.micro_batch_size {recipe.train.micro_batch_size}", "packed conversations form a single sequence"
+    if recipe.layout.micro_batch_size > 1:
+        return (
+            f"layout.micro_batch_size {recipe.layout.micro_batch_size}",
+            "packed conversations form a single sequence",
+        )
     if recipe.model.multi_latent_attention:
         return "model.multi_latent_attention true", "latent attention does not support packed sequences"
     if recipe.train.precision == "fp32":
@@ -131,8 +134,8 @@ def chat_packing(recipe: Recipe) -> Iterator[Problem]:
             "multi-token prediction would predict into the next conversation",
             "remove mtp_num_layers",
         ),
-        "parallelism.context_parallel_size": (
-            recipe.parallelism.context_parallel_size > 1,
+        "layout.context_parallel_size": (
+            recipe.layout.context_parallel_size > 1,
             "context-parallel ranks split a sequence regardless of where conversations begin",
             "context_parallel_size 1",
         ),
@@ -264,16 +267,16 @@ def _loss_scale(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _overlap(recipe: Recipe) -> Iterator[Problem]:
-    parallel = recipe.parallelism
+    parallel = recipe.layout
     if not parallel.overlap_param_gather:
         return
     for name in ("overlap_grad_reduce", "use_distributed_optimizer"):
         if not getattr(parallel, name):
             yield Problem(
-                "parallelism.overlap_param_gather",
+                "layout.overlap_param_gather",
                 f"true with {name} false",
                 "overlap_param_gather needs overlap_grad_reduce and use_distributed_optimizer",
-                f"parallelism.{name} true",
+                f"layout.{name} true",
             )
 
 
@@ -326,8 +329,8 @@ def _spikes(recipe: Recipe) -> Iterator[Problem]:
 def _same_results(recipe: Recipe) -> Iterator[Problem]:
     key = "check_results_across_dp_replicas_interval"
     interval = recipe.faults.check_results_across_dp_replicas_interval
-    parallel = recipe.parallelism
-    tensor = recipe.parallelism.tensor_model_parallel_size
+    parallel = recipe.layout
+    tensor = recipe.layout.tensor_model_parallel_size
     if interval is None:
         return
     if recipe.dpo is not None:
@@ -364,9 +367,9 @@ def obstacle_to_chunks(recipe: Recipe) -> tuple[str, str] | None:
         return "distill", "the distance to a teacher needs all logits of a micro-batch"
     if recipe.dpo:
         return "dpo", "preference losses need all tokens of an answer at once"
-    if recipe.zero is not None and recipe.zero.stage == 3:
+    if recipe.layout.zero is not None and recipe.layout.zero.stage == 3:
         return (
-            "zero.stage 3",
+            "layout.zero.stage 3",
             "ZeRO 3 gathers the output weight only in the output layer's own forward and backward pass",
         )
     return None
@@ -374,14 +377,14 @@ def obstacle_to_chunks(recipe: Recipe) -> tuple[str, str] | None:
 
 def _loss_chunks(recipe: Recipe) -> Iterator[Problem]:
     obstacle = obstacle_to_chunks(recipe)
-    if recipe.train.loss_chunk_tokens and obstacle is not None:
-        what = f"{recipe.train.loss_chunk_tokens} with {obstacle[0]}"
-        yield Problem("train.loss_chunk_tokens", what, obstacle[1], "remove loss_chunk_tokens")
-    unchunked = recipe.train.loss_chunk_tokens == 0 or obstacle is not None
+    if recipe.layout.loss_chunk_tokens and obstacle is not None:
+        what = f"{recipe.layout.loss_chunk_tokens} with {obstacle[0]}"
+        yield Problem("layout.loss_chunk_tokens", what, obstacle[1], "remove loss_chunk_tokens")
+    unchunked = recipe.layout.loss_chunk_tokens == 0 or obstacle is not None
     if recipe.train.z_loss_coeff and unchunked:
         yield Problem(
             "train.z_loss_coeff",
-            f"{recipe.train.z_loss_coeff:g} with {obstacle[0] if obstacle else 'train.loss_chunk_tokens 0'}",
+            f"{recipe.train.z_loss_coeff:g} with {obstacle[0] if obstacle else 'layout.loss_chunk_tokens 0'}",
             "the z-loss needs the loss in chunks",
             "remove z_loss_coeff" if obstacle else "remove loss_chunk_tokens",
         )
@@ -425,6 +428,7 @@ _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     layout_rules.expert, layout_rules.elastic,
     zero_rules.engine, zero_rules.optimizer_sharding, zero_rules.pipeline, zero_rules.unsupported, zero_rules.offload,
     step_parts.unsupported,
-    zero_rules.stages, zero_rules.zeropp, zero_rules.precision, zero_rules.extra, search_rules.check,
+    zero_rules.stages, zero_rules.zeropp, zero_rules.quantized, zero_rules.precision, zero_rules.extra,
+    search_rules.check,
     features.rules, extra_rules.rules, optimizer_rules.types, optimizer_rules.qk_clip, optimizer_kinds.rules,
 )  # fmt: skip

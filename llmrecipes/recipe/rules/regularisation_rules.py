@@ -42,7 +42,7 @@ def adversarial(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _obstacles(recipe: Recipe) -> dict[str, tuple[bool, str, str]]:
-    model, speed = recipe.model, recipe.speed
+    model, speed = recipe.model, recipe.layout
     return {
         "dpo": (recipe.dpo is not None, "the reference model computes every micro-batch only once", "remove dpo"),
         "distill": (recipe.distill is not None, "the teacher computes every micro-batch only once", "remove distill"),
@@ -56,12 +56,12 @@ def _obstacles(recipe: Recipe) -> dict[str, tuple[bool, str, str]]:
             "multi-token prediction embeds the tokens again",
             "remove mtp_num_layers",
         ),
-        "speed.cuda_graph_impl": (
+        "layout.cuda_graph_impl": (
             speed.cuda_graph_impl is not None,
             "captured layers compute every micro-batch only once",
             "remove cuda_graph_impl",
         ),
-        "speed.align_param_gather": (
+        "layout.align_param_gather": (
             bool(speed.align_param_gather),
             "parameters are only gathered in the first pass of a step",
             "remove align_param_gather",
@@ -78,7 +78,7 @@ def layer_drop(recipe: Recipe) -> Iterator[Problem]:
     """What goes with `model.layer_drop`."""
     if not recipe.model.layer_drop:
         return
-    speed, parallel = recipe.speed, recipe.parallelism
+    speed, parallel = recipe.layout, recipe.layout
     obstacles = {
         "dpo": (recipe.dpo is not None, "the reference model uses all layers", "remove dpo"),
         "model.num_moe_experts": (
@@ -86,23 +86,23 @@ def layer_drop(recipe: Recipe) -> Iterator[Problem]:
             "ranks that share experts have different micro-batches, and would wait for a rank that skipped the layer",
             "remove num_moe_experts",
         ),
-        "parallelism.overlap_grad_reduce": (
+        "layout.overlap_grad_reduce": (
             parallel.overlap_grad_reduce,
             "gradients are reduced when the last micro-batch has computed them, which a skipped layer never does",
             "overlap_grad_reduce false",
         ),
-        "train.torch_compile": (
-            recipe.train.torch_compile,
+        "layout.torch_compile": (
+            recipe.layout.torch_compile,
             "compiled layers cannot be skipped",
             "remove torch_compile",
         ),
-        "speed.cuda_graph_impl": (
+        "layout.cuda_graph_impl": (
             speed.cuda_graph_impl is not None,
             "captured layers cannot be skipped",
             "remove cuda_graph_impl",
         ),
-        "speed.fp8": (
-            speed.fp8 is not None,
+        "train.fp8": (
+            recipe.train.fp8 is not None,
             "ranks share scales, so all of them must compute every layer",
             "remove fp8",
         ),

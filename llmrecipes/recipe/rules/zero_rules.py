@@ -8,21 +8,21 @@ from collections.abc import Collection, Iterator
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.engines import DEEPSPEED, MEGATRON, engine_name
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.sections.zero import STAGE_3, Zero, check_extra
+from llmrecipes.recipe.sections.zero import QUANTIZED, STAGE_3, Zero, check_extra
 
 _OFFLOAD = ("offload_optimizer", "offload_param")
 
 
 def engine(recipe: Recipe) -> Iterator[Problem]:
     """Which stages and keys each engine has."""
-    zero = recipe.zero
+    zero = recipe.layout.zero
     name = engine_name(recipe)
     if name == DEEPSPEED and zero is None:
         yield Problem(
-            "zero",
+            "layout.zero",
             "missing with engine deepspeed",
-            "the engine deepspeed needs the section zero with at least zero.stage",
-            "zero.stage=2, or engine megatron",
+            "the engine deepspeed needs the section layout.zero with at least layout.zero.stage",
+            "layout.zero.stage=2, or engine megatron",
         )
     if name != MEGATRON or zero is None:
         return
@@ -30,18 +30,18 @@ def engine(recipe: Recipe) -> Iterator[Problem]:
     needed = [f"stage {zero.stage}", *needed] if zero.stage >= 2 else needed
     if needed:
         # `auto` selects it with offload_param at stages 0 and 1 only, and `offload` refuses that.
-        if recipe.engine == MEGATRON:
+        if recipe.layout.engine == MEGATRON:
             yield Problem(
-                "engine",
+                "layout.engine",
                 f"megatron with zero {', '.join(needed)}",
-                "the engine megatron supports zero.stage 0 and 1, without offload",
-                "engine auto or deepspeed, or zero.stage 1 without offload",
+                "the engine megatron supports layout.zero.stage 0 and 1, without offload",
+                "engine auto or deepspeed, or layout.zero.stage 1 without offload",
             )
         return
     for key in _changed(zero):
         if key not in ("stage", "nvme_path"):
             yield Problem(
-                f"zero.{key}",
+                f"layout.zero.{key}",
                 "set with engine megatron",
                 f"at stages 0 and 1, {key} is only used by the engine deepspeed",
                 f"engine deepspeed, or {_left_out(key)}",
@@ -57,8 +57,8 @@ def selected(recipe: Recipe, overridden: Collection[str]) -> tuple[Recipe, list[
     Args:
         overridden: keys of the command line.
     """
-    zero = recipe.zero
-    if zero is None or "zero" in overridden:
+    zero = recipe.layout.zero
+    if zero is None or "layout.zero" in overridden:
         return recipe, []
     other = {key for key in _changed(zero) if key in _STAGES and str(zero.stage) not in _EACH[_STAGES[key]]}
     # Without stage and offload there is nothing that needs the engine deepspeed.
@@ -67,39 +67,41 @@ def selected(recipe: Recipe, overridden: Collection[str]) -> tuple[Recipe, list[
     ignored = sorted(
         key
         for key in other
-        if not any(override == f"zero.{key}" or override.startswith(f"zero.{key}.") for override in overridden)
+        if not any(
+            override == f"layout.zero.{key}" or override.startswith(f"layout.zero.{key}.") for override in overridden
+        )
     )
     defaults = {key: Zero.model_fields[key].get_default(call_default_factory=True) for key in ignored}
-    return recipe.model_copy(update={"zero": zero.model_copy(update=defaults)}), ignored
+    return recipe.with_layout(zero=zero.model_copy(update=defaults)), ignored
 
 
 def optimizer_sharding(recipe: Recipe) -> Iterator[Problem]:
-    """`use_distributed_optimizer` and `zero.stage` say the same."""
-    if recipe.zero is None:
+    """`use_distributed_optimizer` and `layout.zero.stage` say the same."""
+    if recipe.layout.zero is None:
         return
-    stage = recipe.zero.stage
-    sharded = recipe.parallelism.use_distributed_optimizer
+    stage = recipe.layout.zero.stage
+    sharded = recipe.layout.use_distributed_optimizer
     if sharded != (stage >= 1):
         yield Problem(
-            "parallelism.use_distributed_optimizer",
-            f"{str(sharded).lower()} with zero.stage {stage}",
-            "use_distributed_optimizer must be true with zero.stage 1 to 3 and false with 0: optimizer state is "
+            "layout.use_distributed_optimizer",
+            f"{str(sharded).lower()} with layout.zero.stage {stage}",
+            "use_distributed_optimizer must be true with layout.zero.stage 1 to 3 and false with 0: optimizer state is "
             "sharded "
             "from stage 1 on",
-            f"use_distributed_optimizer {str(not sharded).lower()}, or zero.stage {int(sharded)}",
+            f"use_distributed_optimizer {str(not sharded).lower()}, or layout.zero.stage {int(sharded)}",
         )
 
 
 def pipeline(recipe: Recipe) -> Iterator[Problem]:
     """Gradients and parameters are sharded without a pipeline only."""
-    stages = recipe.parallelism.pipeline_model_parallel_size
-    if recipe.zero is not None and recipe.zero.stage >= 2 and stages > 1:
+    stages = recipe.layout.pipeline_model_parallel_size
+    if recipe.layout.zero is not None and recipe.layout.zero.stage >= 2 and stages > 1:
         yield Problem(
-            "zero.stage",
-            f"{recipe.zero.stage} with pipeline_model_parallel_size {stages}",
+            "layout.zero.stage",
+            f"{recipe.layout.zero.stage} with pipeline_model_parallel_size {stages}",
             "a pipeline accumulates full gradients over its micro-batches, but stages 2 and 3 would reduce and shard "
             "them after every one (DeepSpeed rejects this too)",
-            "zero.stage 1, or pipeline_model_parallel_size 1 with more data-parallel ranks",
+            "layout.zero.stage 1, or pipeline_model_parallel_size 1 with more data-parallel ranks",
         )
 
 
@@ -107,39 +109,40 @@ def unsupported(recipe: Recipe) -> Iterator[Problem]:
     """Parts of a recipe that the engine deepspeed does not have."""
     if engine_name(recipe) != DEEPSPEED:
         return
-    parallel, model, train = recipe.parallelism, recipe.model, recipe.train
+    parallel, model, _train = recipe.layout, recipe.model, recipe.train
     virtual = "virtual_pipeline_model_parallel_size"
     experts = "expert_model_parallel_size"
     bias = "moe_router_enable_expert_bias"
     tensor = "expert_tensor_parallel_size"
-    without_pipeline = recipe.zero is None or recipe.zero.stage < 2  # above that `pipeline` reports it
+    without_pipeline = recipe.layout.zero is None or recipe.layout.zero.stage < 2  # above that `pipeline` reports it
     obstacles = {
-        "parallelism.pipeline_model_parallel_size": (
+        "layout.pipeline_model_parallel_size": (
             without_pipeline and parallel.pipeline_model_parallel_size > 1,
             parallel.pipeline_model_parallel_size,
             "the engine deepspeed does not support pipeline parallelism",
             "pipeline_model_parallel_size 1",
         ),
-        f"parallelism.{virtual}": (
+        f"layout.{virtual}": (
             parallel.virtual_pipeline_model_parallel_size is not None,
             parallel.virtual_pipeline_model_parallel_size,
             "the engine deepspeed does not support pipeline parallelism",
             f"remove {virtual}",
         ),
-        "parallelism.context_parallel_size": (
+        "layout.context_parallel_size": (
             parallel.context_parallel_size > 1,
             parallel.context_parallel_size,
             "the engine deepspeed does not support context parallelism",
             "context_parallel_size 1",
         ),
-        f"parallelism.{experts}": (
-            parallel.expert_model_parallel_size > 1 and (recipe.zero is None or recipe.zero.stage not in (1, 2)),
+        f"layout.{experts}": (
+            parallel.expert_model_parallel_size > 1
+            and (recipe.layout.zero is None or recipe.layout.zero.stage not in (1, 2)),
             parallel.expert_model_parallel_size,
             "the engine deepspeed supports expert parallelism at stages 1 and 2 only: stage 3 would shard experts "
             "over ranks that hold different experts",
-            f"zero.stage 2, or {experts} 1, so that every rank has all experts",
+            f"layout.zero.stage 2, or {experts} 1, so that every rank has all experts",
         ),
-        f"parallelism.{tensor}": (
+        f"layout.{tensor}": (
             model.num_moe_experts is not None
             and parallel.expert_tensor_parallel_size not in (None, parallel.tensor_model_parallel_size),
             parallel.expert_tensor_parallel_size,
@@ -183,8 +186,8 @@ def unsupported(recipe: Recipe) -> Iterator[Problem]:
             "the engine deepspeed does not support local checkpoints",
             "remove it and non_persistent_local_ckpt_dir",
         ),
-        "train.torch_compile": (
-            train.torch_compile,
+        "layout.torch_compile": (
+            recipe.layout.torch_compile,
             "true",
             "the engine deepspeed does not support torch.compile",
             "torch_compile false",
@@ -192,54 +195,56 @@ def unsupported(recipe: Recipe) -> Iterator[Problem]:
     }
     for key, (wrong, value, rule, fix) in obstacles.items():
         if wrong:
-            yield Problem(key, f"{value} with engine deepspeed", rule, f"{fix}, or engine megatron with zero.stage 1")
+            yield Problem(
+                key, f"{value} with engine deepspeed", rule, f"{fix}, or engine megatron with layout.zero.stage 1"
+            )
     for name in ("overlap_grad_reduce", "overlap_param_gather"):
         if getattr(parallel, name):
             yield Problem(
-                f"parallelism.{name}",
+                f"layout.{name}",
                 "true with engine deepspeed",
-                f"{name} is only used by the engine megatron; DeepSpeed uses zero.overlap_comm",
-                f"{name} false, and zero.overlap_comm true",
+                f"{name} is only used by the engine megatron; DeepSpeed uses layout.zero.overlap_comm",
+                f"{name} false, and layout.zero.overlap_comm true",
             )
 
 
 def offload(recipe: Recipe) -> Iterator[Problem]:
     """What can be offloaded at which stage (deepspeed/runtime/zero/offload_config.py), and where to."""
-    zero = recipe.zero
+    zero = recipe.layout.zero
     if zero is None:
         return
     if zero.offload_optimizer != "none" and zero.stage == 0:
         yield Problem(
-            "zero.offload_optimizer",
-            f"{zero.offload_optimizer} with zero.stage 0",
-            "offload_optimizer moves a rank's shard of the optimizer state: zero.stage 1 to 3 with cpu, 3 with nvme",
-            "zero.stage 2, or offload_optimizer none",
+            "layout.zero.offload_optimizer",
+            f"{zero.offload_optimizer} with layout.zero.stage 0",
+            "offload_optimizer moves a rank's shard of the optimizer state: stage 1 to 3 with cpu, 3 with nvme",
+            "layout.zero.stage 2, or offload_optimizer none",
         )
     elif zero.offload_optimizer == "nvme" and zero.stage < 3:
         yield Problem(
-            "zero.offload_optimizer",
-            f"nvme with zero.stage {zero.stage}",
-            "DeepSpeed supports optimizer state on NVMe only at zero.stage 3",
-            "offload_optimizer cpu, or zero.stage 3",
+            "layout.zero.offload_optimizer",
+            f"nvme with layout.zero.stage {zero.stage}",
+            "DeepSpeed supports optimizer state on NVMe only at layout.zero.stage 3",
+            "offload_optimizer cpu, or layout.zero.stage 3",
         )
     if zero.offload_param != "none" and zero.stage < 3:
         yield Problem(
-            "zero.offload_param",
-            f"{zero.offload_param} with zero.stage {zero.stage}",
-            "parameters are sharded, and so can be offloaded, only at zero.stage 3",
-            "zero.stage 3, or offload_param none",
+            "layout.zero.offload_param",
+            f"{zero.offload_param} with layout.zero.stage {zero.stage}",
+            "parameters are sharded, and so can be offloaded, only at layout.zero.stage 3",
+            "layout.zero.stage 3, or offload_param none",
         )
     on_disk = zero.offload_optimizer == "nvme"
     if on_disk and not (zero.nvme_path or "").strip():
         yield Problem(
-            "zero.nvme_path",
+            "layout.zero.nvme_path",
             "not set" if zero.nvme_path is None else "empty",
             "offload_optimizer nvme needs nvme_path, a folder on a disk of each node",
-            "zero.nvme_path /local_nvme",
+            "layout.zero.nvme_path /local_nvme",
         )
     if not on_disk and zero.nvme_path is not None:
         yield Problem(
-            "zero.nvme_path",
+            "layout.zero.nvme_path",
             f"{zero.nvme_path!r} without nvme",
             "nvme_path is only used with offload_optimizer nvme",
             "remove nvme_path",
@@ -248,7 +253,7 @@ def offload(recipe: Recipe) -> Iterator[Problem]:
 
 def stages(recipe: Recipe) -> Iterator[Problem]:
     """Keys that have an effect only at other stages; sizes that DeepSpeed accepts."""
-    zero = recipe.zero
+    zero = recipe.layout.zero
     if zero is None or engine_name(recipe) == MEGATRON:
         return
     changed = _changed(zero)
@@ -256,14 +261,14 @@ def stages(recipe: Recipe) -> Iterator[Problem]:
         allowed = "0 to 3" if key in _OFFLOAD else _STAGES.get(key, "0 to 3")  # `offload` has their rules
         if str(zero.stage) not in _EACH[allowed]:
             yield Problem(
-                f"zero.{key}",
-                f"{_shown(getattr(zero, key))} with zero.stage {zero.stage}",
-                f"{key} is only used at zero.stage {allowed}",
+                f"layout.zero.{key}",
+                f"{_shown(getattr(zero, key))} with layout.zero.stage {zero.stage}",
+                f"{key} is only used at layout.zero.stage {allowed}",
                 _left_out(key),
             )
         elif key == "allgather_bucket_size" and zero.allgather_bucket_size % 2:
             yield Problem(
-                f"zero.{key}",
+                f"layout.zero.{key}",
                 f"{zero.allgather_bucket_size}",
                 "allgather_bucket_size must be even: DeepSpeed gathers in units of two elements",
                 f"{key} {zero.allgather_bucket_size + 1}",
@@ -282,34 +287,48 @@ _EACH = {"0 to 3": "0123", "1 to 3": "123", "1 and 2": "12", "3": "3"}
 
 def zeropp(recipe: Recipe) -> Iterator[Problem]:
     """What DeepSpeed 0.19.8 would compute wrongly with ZeRO++, silently; `plan.sharding` has the rules on ranks."""
-    zero = recipe.zero
-    tensor = recipe.parallelism.tensor_model_parallel_size
+    zero = recipe.layout.zero
+    tensor = recipe.layout.tensor_model_parallel_size
+    quantized = recipe.train.zero_quantized_gradients
     if zero is None or engine_name(recipe) != DEEPSPEED:
         return
     over_all_ranks = {
-        "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
-        "zero_quantized_gradients": zero.zero_quantized_gradients,
+        "layout.zero.zero_hpz_partition_size": (zero.zero_hpz_partition_size > 1, zero.zero_hpz_partition_size),
+        "train.zero_quantized_gradients": (quantized, "true"),
     }
-    for key, enabled in over_all_ranks.items():
+    for key, (enabled, value) in over_all_ranks.items():
         if enabled and tensor > 1:
             yield Problem(
-                f"zero.{key}",
-                f"{_shown(getattr(zero, key))} with tensor_model_parallel_size {tensor}",
+                key,
+                f"{value} with tensor_model_parallel_size {tensor}",
                 "DeepSpeed groups adjacent ranks, but tensor-parallel ranks hold different parameters",
-                f"remove {key}, or tensor_model_parallel_size 1",
+                f"remove {key.rpartition('.')[2]}, or tensor_model_parallel_size 1",
             )
-    if zero.zero_quantized_gradients and not _reduces_in_fp16(recipe):
+    if quantized and not _reduces_in_fp16(recipe):
         yield Problem(
-            "zero.zero_quantized_gradients",
+            "train.zero_quantized_gradients",
             f"true with train.precision {recipe.train.precision} and "
-            f"grad_reduce_in_fp32 {_shown(recipe.parallelism.grad_reduce_in_fp32)}",
+            f"grad_reduce_in_fp32 {_shown(recipe.train.grad_reduce_in_fp32)}",
             "DeepSpeed's kernel reads all gradients as fp16, regardless of their type",
-            "train.precision fp16 with parallelism.grad_reduce_in_fp32 false, or remove zero_quantized_gradients",
+            "train.precision fp16 with train.grad_reduce_in_fp32 false, or remove zero_quantized_gradients",
         )
 
 
+def quantized(recipe: Recipe) -> Iterator[Problem]:
+    """ZeRO++ with fewer bits is of stage 3."""
+    stage = None if recipe.layout.zero is None else recipe.layout.zero.stage
+    for key in QUANTIZED:
+        if getattr(recipe.train, key) and stage != 3:
+            yield Problem(
+                f"train.{key}",
+                f"true with layout.zero.stage {stage}" if stage is not None else "true without layout.zero",
+                f"{key} is only used at layout.zero.stage 3",
+                f"layout.zero.stage 3, or remove {key}",
+            )
+
+
 def _reduces_in_fp16(recipe: Recipe) -> bool:
-    return recipe.train.precision == "fp16" and not recipe.parallelism.grad_reduce_in_fp32
+    return recipe.train.precision == "fp16" and not recipe.train.grad_reduce_in_fp32
 
 
 def precision(recipe: Recipe) -> Iterator[Problem]:
@@ -317,12 +336,12 @@ def precision(recipe: Recipe) -> Iterator[Problem]:
     train = recipe.train
     if engine_name(recipe) != DEEPSPEED or train.precision == "fp32":
         return
-    if recipe.zero is not None and recipe.zero.stage == 0:
+    if recipe.layout.zero is not None and recipe.layout.zero.stage == 0:
         yield Problem(
             "train.precision",
-            f"{train.precision} with engine deepspeed and zero.stage 0",
+            f"{train.precision} with engine deepspeed and layout.zero.stage 0",
             "without ZeRO, the engine deepspeed supports fp32 only",
-            "zero.stage 1, or engine megatron",
+            "layout.zero.stage 1, or engine megatron",
         )
     if train.precision != "fp16":
         return
@@ -344,9 +363,9 @@ def precision(recipe: Recipe) -> Iterator[Problem]:
 
 
 def extra(recipe: Recipe) -> Iterator[Problem]:
-    """Keys of `zero.extra` that the recipe determines, that DeepSpeed does not have, or that would have no effect."""
-    if recipe.zero is not None:
-        yield from check_extra(recipe.zero)
+    """Keys of `layout.zero.extra` that the recipe determines, that DeepSpeed lacks, or that would have no effect."""
+    if recipe.layout.zero is not None:
+        yield from check_extra(recipe.layout.zero)
 
 
 def _changed(zero: Zero) -> list[str]:
@@ -358,7 +377,7 @@ def _changed(zero: Zero) -> list[str]:
 def _left_out(key: str) -> str:
     """The fix for a key without effect; an override cannot remove it from a file."""
     default = Zero.model_fields[key].get_default(call_default_factory=True)
-    return f"remove {key}, or set its default: zero.{key}={_shown(default)}"
+    return f"remove {key}, or set its default: layout.zero.{key}={_shown(default)}"
 
 
 def _shown(value: object) -> str:

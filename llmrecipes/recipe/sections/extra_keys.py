@@ -1,4 +1,4 @@
-"""What `zero.extra` and `model.extra` have in common: keys that another program has and the recipe does not."""
+"""What `layout.zero.extra` and `model.extra` have in common: keys that another program has and the recipe does not."""
 
 from __future__ import annotations
 

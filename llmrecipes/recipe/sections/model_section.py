@@ -180,7 +180,7 @@ class Model(Section):
     """Tokens that a full expert drops: those with the lowest scores (`probs`), or the last ones (`position`)."""
     moe_token_dispatcher_type: Annotated[Literal["alltoall", "allgather", "flex"], EXECUTION] = "alltoall"  # noqa: S105 - no password
     """How tokens reach experts on other ranks: `alltoall` sends each token to its experts only, `allgather` gathers
-    all tokens on every rank, `flex` uses DeepEP's kernels (`speed.moe_flex_dispatcher_backend`)."""
+    all tokens on every rank, `flex` uses DeepEP's kernels (`layout.moe_flex_dispatcher_backend`)."""
     multi_latent_attention: bool = False
     """Use multi-head latent attention: keys and values are computed from a compressed vector (DeepSeek-V2, arXiv
     2405.04434). The keys below set its head sizes; needs `position_embedding_type: rope`."""

@@ -30,11 +30,9 @@ class Stage(Section):
     """Keys of `model` to change: `seq_length`, rotary position embedding, `moe_router_bias_update_rate` and
     `mtp_loss_scaling_factor`."""
     train: JsonObject = Field(default_factory=dict)
-    """Keys of `train` to change: batch, micro-batch, recomputation, and what is frozen."""
-    parallelism: JsonObject = Field(default_factory=dict)
-    """Keys of `parallelism` to change: another layout of the same ranks."""
-    speed: JsonObject = Field(default_factory=dict)
-    """Keys of `speed` to change, such as those that need the stage's layout."""
+    """Keys of `train` to change: batch, and what is frozen."""
+    layout: JsonObject = Field(default_factory=dict)
+    """Keys of `layout` to change: other degrees of the same ranks, micro-batch, recomputation, and what needs them."""
     optimizer: JsonObject = Field(default_factory=dict)
     """`lr` and `min_lr` of the schedule that begins with the stage."""
     scheduler: JsonObject = Field(default_factory=dict)

@@ -10,13 +10,15 @@ from pydantic_core import PydanticKnownError
 
 from llmrecipes.recipe.document import Problem, clip
 from llmrecipes.recipe.sections.extra_keys import ExtraKeys
-from llmrecipes.recipe.sections.section import EXECUTION, LEARNED, JsonObject, NonNegInt, PosInt, Section
+from llmrecipes.recipe.sections.section import EXECUTION, JsonObject, NonNegInt, PosInt, Section
 
 STAGE_3 = (
     "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters",
-    "stage3_max_reuse_distance", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients",
+    "stage3_max_reuse_distance", "zero_hpz_partition_size",
 )  # fmt: skip
 """Keys that have an effect at stage 3 only."""
+QUANTIZED = ("zero_quantized_weights", "zero_quantized_gradients")
+"""Those of `train`, which change numbers."""
 
 
 def _integer(value: object) -> object:
@@ -36,7 +38,7 @@ class Zero(Section):
 
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_integer)]
     """What is sharded over data-parallel ranks: nothing (0), optimizer state (1), also gradients (2), also parameters
-    (3). From stage 1 on, `parallelism.use_distributed_optimizer` is true."""
+    (3). From stage 1 on, `layout.use_distributed_optimizer` is true."""
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
     """Where optimizer state is kept: `cpu`, in host memory, where parameters are then updated too (ZeRO-Offload,
     arXiv 2101.06840), or `nvme`, on a disk (ZeRO-Infinity, arXiv 2104.07857; stage 3)."""
@@ -63,11 +65,6 @@ class Zero(Section):
     zero_hpz_partition_size: PosInt = 1
     """Ranks of a node that share a second copy of the parameters for the backward pass (ZeRO++ hpZ, arXiv
     2306.10209); 1: no copy. Stage 3."""
-    zero_quantized_weights: Annotated[bool, LEARNED] = False
-    """Gather parameters in int8 (ZeRO++ qwZ); stage 3 on GPUs. The result differs from an unquantized run."""
-    zero_quantized_gradients: Annotated[bool, LEARNED] = False
-    """Reduce gradients in int4 between nodes (ZeRO++ qgZ); stage 3 in fp16, on two or more nodes with GPUs. The result
-    differs from an unquantized run."""
     extra: JsonObject = Field({})
     """Further keys of DeepSpeed's configuration, as in `ds_config.json`; keys that the recipe already determines are
     refused."""
@@ -76,7 +73,7 @@ class Zero(Section):
 SECTION = "zero_optimization"
 _OFFLOAD = ("offload_optimizer", "offload_param")
 _BATCH = "train.global_batch_size"
-_MICRO = "train.micro_batch_size"
+_MICRO = "layout.micro_batch_size"
 _SAVING = "checkpoint"
 _TRACKING = "tracking"
 
@@ -93,17 +90,17 @@ DETERMINED: Mapping[str, str] = {
     "bf16": "train.precision",
     "bfloat16": "train.precision",
     "torch_autocast": "train.precision",
-    "compile": "train.torch_compile",
-    "communication_data_type": "parallelism.grad_reduce_in_fp32",
-    "data_types.grad_accum_dtype": "parallelism.grad_reduce_in_fp32",
+    "compile": "layout.torch_compile",
+    "communication_data_type": "train.grad_reduce_in_fp32",
+    "data_types.grad_accum_dtype": "train.grad_reduce_in_fp32",
     "data_types.param_dtype": "train.precision",
-    "activation_checkpointing": "train.recompute_granularity",
-    "pipeline": "parallelism.pipeline_model_parallel_size",
-    "tensor_parallel": "parallelism.tensor_model_parallel_size",
-    "expert_parallel": "parallelism.expert_model_parallel_size",
-    "use_data_before_expert_parallelism": "parallelism.expert_model_parallel_size",
-    "sequence_parallel_size": "parallelism.context_parallel_size",
-    "seq_parallel_communication_data_type": "parallelism.context_parallel_size",
+    "activation_checkpointing": "layout.recompute_granularity",
+    "pipeline": "layout.pipeline_model_parallel_size",
+    "tensor_parallel": "layout.tensor_model_parallel_size",
+    "expert_parallel": "layout.expert_model_parallel_size",
+    "use_data_before_expert_parallelism": "layout.expert_model_parallel_size",
+    "sequence_parallel_size": "layout.context_parallel_size",
+    "seq_parallel_communication_data_type": "layout.context_parallel_size",
     "data_efficiency": "data",
     "dataloader_drop_last": "data",
     "vocabulary_size": "model.vocab_size",
@@ -113,32 +110,33 @@ DETERMINED: Mapping[str, str] = {
     "wandb": f"{_TRACKING}.wandb",
     "comet": _TRACKING,
     "csv_monitor": _TRACKING,
-    "autotuning": "zero, parallelism and train",
+    "autotuning": "layout",
     "model_info": "model",
     "steps_per_print": "train.log_interval",
-    "hybrid_engine": "engine",
+    "hybrid_engine": "layout.engine",
     "zero_allow_untested_optimizer": "optimizer",
-    "zero_force_ds_cpu_optimizer": "zero.offload_optimizer",
+    "zero_force_ds_cpu_optimizer": "layout.zero.offload_optimizer",
     **{
-        f"{SECTION}.{name}": f"zero.{name}"
+        f"{SECTION}.{name}": f"layout.zero.{name}"
         for name in Zero.model_fields
         if name not in (*_OFFLOAD, "nvme_path", "extra")
     },
     # Names that DeepSpeed accepts besides those with `stage3_`, and older ones.
     **{
-        f"{SECTION}.{name.removeprefix('stage3_')}": f"zero.{name}"
+        f"{SECTION}.{name.removeprefix('stage3_')}": f"layout.zero.{name}"
         for name in Zero.model_fields
         if name.startswith("stage3_")
     },
-    **{f"{SECTION}.{part}.device": f"zero.{part}" for part in _OFFLOAD},
-    **{f"{SECTION}.{part}.nvme_path": "zero.nvme_path" for part in _OFFLOAD},
-    f"{SECTION}.legacy_stage1": "zero.stage",
+    **{f"{SECTION}.{name}": f"train.{name}" for name in QUANTIZED},
+    **{f"{SECTION}.{part}.device": f"layout.zero.{part}" for part in _OFFLOAD},
+    **{f"{SECTION}.{part}.nvme_path": "layout.zero.nvme_path" for part in _OFFLOAD},
+    f"{SECTION}.legacy_stage1": "layout.zero.stage",
     f"{SECTION}.compute_grad_norm": "optimizer.clip_grad",
-    f"{SECTION}.zero_quantized_nontrainable_weights": "zero.zero_quantized_weights",
-    f"{SECTION}.zenflow": "zero.offload_optimizer",
-    f"{SECTION}.cpu_offload": "zero.offload_optimizer",
-    f"{SECTION}.cpu_offload_param": "zero.offload_param",
-    f"{SECTION}.cpu_offload_use_pin_memory": "zero.offload_optimizer",
+    f"{SECTION}.zero_quantized_nontrainable_weights": "train.zero_quantized_weights",
+    f"{SECTION}.zenflow": "layout.zero.offload_optimizer",
+    f"{SECTION}.cpu_offload": "layout.zero.offload_optimizer",
+    f"{SECTION}.cpu_offload_param": "layout.zero.offload_param",
+    f"{SECTION}.cpu_offload_use_pin_memory": "layout.zero.offload_optimizer",
     f"{SECTION}.elastic_checkpoint": _SAVING,
     f"{SECTION}.load_from_fp32_weights": _SAVING,
     f"{SECTION}.pipeline_loading_checkpoint": _SAVING,
@@ -188,7 +186,7 @@ INNER: Mapping[str, Mapping[str, type]] = {
 }  # fmt: skip
 """Sections at the top that DeepSpeed does not check, and their keys; it checks the others when it reads them."""
 
-_EXTRA = ExtraKeys("zero.extra", "keys of DeepSpeed's configuration", DETERMINED, UNSUPPORTED)
+_EXTRA = ExtraKeys("layout.zero.extra", "keys of DeepSpeed's configuration", DETERMINED, UNSUPPORTED)
 _TYPES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
 
@@ -199,10 +197,10 @@ def check_extra(zero: Zero) -> Iterator[Problem]:
     section = extra.get(SECTION, {})
     if not isinstance(section, dict):
         yield Problem(
-            f"zero.extra.{SECTION}",
+            f"layout.zero.extra.{SECTION}",
             clip(repr(section)),
             f"{SECTION} must be a mapping",
-            "remove it, and set zero.stage",
+            "remove it, and set layout.zero.stage",
         )
         return
     yield from _EXTRA.problems(section, INSIDE, f"{SECTION}.")
@@ -215,24 +213,26 @@ def check_extra(zero: Zero) -> Iterator[Problem]:
             yield from _EXTRA.refused(inside, f"{SECTION}.{part}.")
         if part in section and getattr(zero, part) == "none":
             yield Problem(
-                f"zero.extra.{SECTION}.{part}",
-                f"set with zero.{part} none",
+                f"layout.zero.extra.{SECTION}.{part}",
+                f"set with layout.zero.{part} none",
                 "its keys are only used with offload",
-                f"zero.{part} cpu, or remove it",
+                f"layout.zero.{part} cpu, or remove it",
             )
         elif part in section and not isinstance(inside, dict):
-            yield Problem(f"zero.extra.{SECTION}.{part}", clip(repr(inside)), f"{part} must be a mapping", "remove it")
+            yield Problem(
+                f"layout.zero.extra.{SECTION}.{part}", clip(repr(inside)), f"{part} must be a mapping", "remove it"
+            )
 
 
 def _inner(section: str, values: object) -> Iterator[Problem]:
     if not isinstance(values, dict):
-        yield Problem(f"zero.extra.{section}", clip(repr(values)), f"{section} must be a mapping", "remove it")
+        yield Problem(f"layout.zero.extra.{section}", clip(repr(values)), f"{section} must be a mapping", "remove it")
         return
     yield from _EXTRA.problems(values, INNER[section], f"{section}.")
     for name, kind in INNER[section].items():
         fits = type(values.get(name)) in ((int, float) if kind is float else (kind,))
         if name in values and not fits:
-            key = f"zero.extra.{section}.{name}"
+            key = f"layout.zero.extra.{section}.{name}"
             yield Problem(
                 key, clip(repr(values[name])), f"{name} must be {_TYPES[kind]}", "remove it to use the default"
             )

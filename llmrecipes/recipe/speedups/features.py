@@ -1,6 +1,6 @@
 """Features of megatron-core that change the speed of a run: what each needs, and which ones a run has on a machine.
 
-A key of the section `speed` that is unset is chosen by rule; one that is set and cannot be had is refused: by `rules`
+One that is unset is chosen by rule; one that is set and cannot be had is refused: by `rules`
 where the recipe itself rules it out, else where its machine is known (the plan, and each rank before it builds the
 model).
 """
@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.document import Problem
-from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.sections.speed import Speed, Switch
+from llmrecipes.recipe.schema import LayoutKeys, Recipe, Train
+from llmrecipes.recipe.sections.layout_section import Switch
+from llmrecipes.recipe.sections.section import Section
 from llmrecipes.recipe.speedups import obstacles
 from llmrecipes.recipe.speedups.fp8 import FP8, VERSION, obstacle_of_gpu
 from llmrecipes.recipe.speedups.graphs import GRAPHS
@@ -91,7 +92,7 @@ Default = tuple[Any, str]
 
 @dataclass(frozen=True)
 class Feature:
-    """A key of `speed`.
+    """A key of `layout` or `train`.
 
     Attributes:
         field: megatron-core's, as `Class.field`; empty for one that has an effect elsewhere.
@@ -167,16 +168,16 @@ def _deep_ep(target: SpeedTarget) -> str | None:
 
 def _compiled(recipe: Recipe, target: SpeedTarget) -> Default:
     """On where torch compiles for the device anyway, or where that is worth it."""
-    if recipe.train.torch_compile:
-        return True, "train.torch_compile"
+    if recipe.layout.torch_compile:
+        return True, "layout.torch_compile"
     if target.device == "cuda":
         return True, "on a GPU, with a compiler"
-    return False, "on a CPU, compiling takes longer than it saves unless train.torch_compile compiles anyway"
+    return False, "on a CPU, compiling takes longer than it saves unless layout.torch_compile compiles anyway"
 
 
 def _compiled_if_needed(recipe: Recipe, target: SpeedTarget) -> Default:
     model = recipe.model
-    if not (model.add_bias_linear or model.hidden_dropout or recipe.train.torch_compile):
+    if not (model.add_bias_linear or model.hidden_dropout or recipe.layout.torch_compile):
         return False, "the model has neither biases nor hidden_dropout"
     return _compiled(recipe, target)
 
@@ -198,7 +199,7 @@ def _padded(_recipe: Recipe, target: SpeedTarget) -> Default:
 
 
 def _overlapped(recipe: Recipe, target: SpeedTarget) -> Default:
-    parallel = recipe.parallelism
+    parallel = recipe.layout
     split = parallel.expert_model_parallel_size > 1 or parallel.tensor_model_parallel_size > 1
     if target.device == "cuda" and split:
         return True, "experts are spread over ranks, so the dispatcher communicates"
@@ -212,7 +213,7 @@ def _together(_recipe: Recipe, target: SpeedTarget) -> Default:
 
 
 def _every_hundredth(recipe: Recipe, target: SpeedTarget) -> Default:
-    if recipe.speed.manual_gc or _together(recipe, target)[0]:
+    if recipe.layout.manual_gc or _together(recipe, target)[0]:
         return GC_INTERVAL, "Megatron-Bridge's"
     return None, "manual_gc is off"
 
@@ -327,7 +328,22 @@ FEATURES: Mapping[str, Feature] = {
         name: Feature(key.field, key.gain, key.recipe, _recorded, key.default) for name, key in GRAPHS.items()
     },
 }  # fmt: skip
-"""Keys of `speed` by name. Gains are calculated from bytes and FLOPs, within a factor of 1.5, not measured."""
+"""Keys of `layout`, and those of `train` that change numbers, by name. Gains are calculated from bytes and
+FLOPs, within a factor of 1.5, not measured."""
+
+
+def _section(name: str) -> type[Section]:
+    return LayoutKeys if name in LayoutKeys.model_fields else Train
+
+
+def key_of(name: str) -> str:
+    """The dotted key of a feature."""
+    return f"{'layout' if _section(name) is LayoutKeys else 'train'}.{name}"
+
+
+def wanted_of(name: str, recipe: Recipe) -> Any:
+    """What the recipe says about a feature; None: nothing."""
+    return getattr(recipe.layout if _section(name) is LayoutKeys else recipe.train, name)
 
 
 def resolve(recipe: Recipe, target: SpeedTarget) -> tuple[FeatureChoice, ...]:
@@ -336,10 +352,10 @@ def resolve(recipe: Recipe, target: SpeedTarget) -> tuple[FeatureChoice, ...]:
 
 
 def _choice(name: str, feature: Feature, recipe: Recipe, target: SpeedTarget) -> FeatureChoice:
-    key = f"speed.{name}"
-    wanted = getattr(recipe.speed, name)
+    key = key_of(name)
+    wanted = wanted_of(name, recipe)
     # A switch that does not apply is off; megatron-core has a default of its own for any other value.
-    off = False if isinstance(wanted, bool) or Speed.model_fields[name].annotation == Switch else None
+    off = False if isinstance(wanted, bool) or _section(name).model_fields[name].annotation == Switch else None
     missing = feature.recipe(recipe)
     obstacle = missing or feature.target(target)
     if not obstacle and wanted is not None and feature.of_value is not None:
@@ -357,7 +373,7 @@ def _choice(name: str, feature: Feature, recipe: Recipe, target: SpeedTarget) ->
 
 
 def needing_a_gpu() -> list[str]:
-    """Keys of `speed` that a CPU without a compiler, or the small layout of a rehearsal in fp32, cannot give."""
+    """Features that a CPU without a compiler, or the small layout of a rehearsal in fp32, cannot give."""
     bare = SpeedTarget("cpu", transformer_engine=False, no_compiler="none")
     return [name for name, feature in FEATURES.items() if name in OVERLAP or feature.target(bare)]
 
@@ -379,7 +395,7 @@ def value_of(name: str, recipe: Recipe, target: SpeedTarget) -> Any:
 
 def value(choices: Iterable[FeatureChoice], name: str) -> Any:
     """What a run has of one feature."""
-    return next(choice.value for choice in choices if choice.key == f"speed.{name}")
+    return next(choice.value for choice in choices if choice.key == key_of(name))
 
 
 def require(choices: Iterable[FeatureChoice]) -> None:
@@ -400,8 +416,8 @@ def require(choices: Iterable[FeatureChoice]) -> None:
 
 
 def rules(recipe: Recipe) -> Iterator[Problem]:
-    """Keys of `speed` that no machine can give the recipe."""
+    """Features that no machine can give the recipe."""
     for name, feature in FEATURES.items():
-        wanted = getattr(recipe.speed, name)
+        wanted = wanted_of(name, recipe)
         if wanted not in SWITCHED_OFF and (obstacle := feature.recipe(recipe)):
-            yield Problem(f"speed.{name}", "true" if wanted is True else f"{wanted}", obstacle, f"remove {name}")
+            yield Problem(key_of(name), "true" if wanted is True else f"{wanted}", obstacle, f"remove {name}")

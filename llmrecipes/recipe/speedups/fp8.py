@@ -1,4 +1,4 @@
-"""Matrix products in 8 bits (`speed.fp8`): what they need of a recipe and of a GPU, and which scaling a rule chooses.
+"""Matrix products in 8 bits (`train.fp8`): what they need of a recipe and of a GPU, and which scaling a rule chooses.
 
 Weights, gradients, optimizer and checkpoints are those of a bf16 run: TransformerEngine rounds the inputs of each
 product of a layer when it computes it. Scalings without a history are resumed exactly. The output layer, embeddings,
@@ -35,7 +35,7 @@ _REPLICATED = ("linear_q_down_proj", "linear_kv_down_proj")
 
 @dataclass(frozen=True)
 class Fp8Key:
-    """A key of `speed` that belongs to fp8; attributes as in `features.Feature`."""
+    """A key of `train` that belongs to fp8; attributes as in `features.Feature`."""
 
     gain: str
     recipe: Callable[[Recipe], str | None]
@@ -54,11 +54,11 @@ def obstacle_of_gpu(target: SpeedTarget) -> str | None:
 
 def bf16_layers(recipe: Recipe) -> tuple[int, int]:
     """Layers at the beginning and at the end of the decoder that stay in bf16 although `fp8` is set."""
-    speed = recipe.speed
-    if not speed.first_last_layers_bf16:
+    train = recipe.train
+    if not train.first_last_layers_bf16:
         return 0, 0
-    first = speed.num_layers_at_start_in_bf16
-    last = speed.num_layers_at_end_in_bf16
+    first = train.num_layers_at_start_in_bf16
+    last = train.num_layers_at_end_in_bf16
     return 1 if first is None else first, 1 if last is None else last
 
 
@@ -75,9 +75,9 @@ def _recipe(recipe: Recipe) -> str | None:
         return "needs the engine megatron: DeepSpeed replaces weights of which TransformerEngine keeps fp8 copies"
     if key := frozen_weights(recipe):
         return f"frozen weights stay in bf16 ({key})"
-    if recipe.speed.tp_comm_overlap:
+    if recipe.layout.tp_comm_overlap:
         return "the user buffers of tp_comm_overlap are 16-bit"
-    return _uneven(recipe, _multiple(recipe.speed.fp8_recipe))
+    return _uneven(recipe, _multiple(recipe.train.fp8_recipe))
 
 
 def _multiple(scaling: str | None) -> int:
@@ -95,12 +95,12 @@ def _uneven(recipe: Recipe, multiple: int) -> str | None:
 def _sizes(recipe: Recipe) -> Iterator[tuple[str, int]]:
     """Tokens and widths of the products of a layer on one rank."""
     model = recipe.model
-    parallel = recipe.parallelism
+    parallel = recipe.layout
     s = shape(recipe.model)
     tensor = parallel.tensor_model_parallel_size
     of_experts = parallel.expert_tensor_parallel_size or tensor
     shared = parallel.context_parallel_size * (tensor if parallel.sequence_parallel else 1)
-    yield "tokens of a micro-batch", recipe.train.micro_batch_size * s.seq_length // shared
+    yield "tokens of a micro-batch", recipe.layout.micro_batch_size * s.seq_length // shared
     for experts in sorted({s.moe_layers(number, number + 1) > 0 for number in range(s.num_layers)}):
         for matrix in matrices(model, s, experts=experts):
             ranks = of_experts if matrix.of_experts else 1 if matrix.name in _REPLICATED else tensor
@@ -109,11 +109,11 @@ def _sizes(recipe: Recipe) -> Iterator[tuple[str, int]]:
 
 
 def _belongs(recipe: Recipe) -> str | None:
-    return "only used with fp8" if recipe.speed.fp8 is None else None
+    return "only used with fp8" if recipe.train.fp8 is None else None
 
 
 def _scaling(recipe: Recipe) -> str | None:
-    if (reason := _belongs(recipe)) is None and recipe.speed.fp8_recipe == "delayed":
+    if (reason := _belongs(recipe)) is None and recipe.train.fp8_recipe == "delayed":
         return (
             "TransformerEngine pickles its history of maxima; checkpoints do not load pickles, "
             "and without the history a resumed run would differ"
@@ -132,9 +132,9 @@ def _scaling_on(scaling: str, _recipe: Recipe, target: SpeedTarget) -> str | Non
 def _ends(recipe: Recipe) -> str | None:
     if (reason := _belongs(recipe)) is not None:
         return reason
-    if not recipe.speed.first_last_layers_bf16:
+    if not recipe.train.first_last_layers_bf16:
         return "only used with first_last_layers_bf16"
-    most = recipe.model.num_layers // recipe.parallelism.pipeline_model_parallel_size
+    most = recipe.model.num_layers // recipe.layout.pipeline_model_parallel_size
     if max(bf16_layers(recipe)) > most:
         return f"at most num_layers / pipeline_model_parallel_size = {most}"
     return None
@@ -178,4 +178,4 @@ FP8: Mapping[str, Fp8Key] = {
     "num_layers_at_start_in_bf16": Fp8Key("no gain: as first_last_layers_bf16", _ends, _one),
     "num_layers_at_end_in_bf16": Fp8Key("no gain: as first_last_layers_bf16", _ends, _one),
 }  # fmt: skip
-"""Keys of `speed` by name."""
+"""Keys of `train` by name."""

@@ -1,4 +1,4 @@
-"""CUDA graphs (`speed.cuda_graph_impl`): what they need of a recipe and of a machine, and what of a layer they cover.
+"""CUDA graphs (`layout.cuda_graph_impl`): what they need of a recipe and of a machine, and what of a layer they cover.
 
 TransformerEngine records the kernels of each layer once, after some steps, and the GPU starts them without the host.
 What is recorded keeps its place in memory and its shape. Everything outside of layers (embedding, loss, gradients'
@@ -36,14 +36,14 @@ class GraphKey:
 
 def covered(recipe: Recipe) -> frozenset[str]:
     """Parts of layers that graphs have: `attn`, `mlp` (of layers without experts)."""
-    if recipe.speed.cuda_graph_impl is None:
+    if recipe.layout.cuda_graph_impl is None:
         return frozenset()
     unset = ("attn",) if recipe.model.num_moe_experts else ("attn", "mlp")
-    return frozenset(recipe.speed.cuda_graph_modules or unset)
+    return frozenset(recipe.layout.cuda_graph_modules or unset)
 
 
 def not_recomputed(recipe: Recipe) -> frozenset[str]:
-    """Modules of `train.recompute_modules` that graphs rule out.
+    """Modules of `layout.recompute_modules` that graphs rule out.
 
     megatron-core recomputes them by checkpoints, which run a forward pass inside the backward pass, and refuse
     `torch.autograd.grad`, with which versions of TransformerEngine record; no GPU has recorded one. The others only
@@ -60,18 +60,18 @@ _OTHERS = {
 
 
 def _implementation(recipe: Recipe) -> str | None:
-    speed, train = recipe.speed, recipe.train
+    speed, train = recipe.layout, recipe.train
     if engine_name(recipe) != MEGATRON:
         return "needs the engine megatron"
     if (other := _OTHERS.get(speed.cuda_graph_impl or "")) is not None:
         return other
     if train.precision == "fp32":
         return "TransformerEngine's layers need bf16 or fp16 (precision)"
-    if train.recompute_granularity == "full":
+    if recipe.layout.recompute_granularity == "full":
         return "layers that are recomputed as a whole cannot be captured (recompute_granularity full)"
-    if again := not_recomputed(recipe) & set(train.recompute_modules or ()):
+    if again := not_recomputed(recipe) & set(recipe.layout.recompute_modules or ()):
         return f"a captured part of a layer cannot be recomputed (recompute_modules {', '.join(sorted(again))})"
-    if train.torch_compile:
+    if recipe.layout.torch_compile:
         return "compiled layers cannot be captured (torch_compile)"
     if recipe.lora is not None:
         return "layers with adapters cannot be captured (lora)"
@@ -87,7 +87,7 @@ def _implementation(recipe: Recipe) -> str | None:
 
 
 def _modules(recipe: Recipe) -> str | None:
-    speed = recipe.speed
+    speed = recipe.layout
     s = shape(recipe.model)
     if speed.cuda_graph_impl is None:
         return "only used with cuda_graph_impl"
@@ -102,7 +102,7 @@ def _modules(recipe: Recipe) -> str | None:
 
 
 def _steps(recipe: Recipe) -> str | None:
-    return "only used with cuda_graph_impl" if recipe.speed.cuda_graph_impl is None else None
+    return "only used with cuda_graph_impl" if recipe.layout.cuda_graph_impl is None else None
 
 
 def _by_name(_recipe: Recipe, _target: SpeedTarget) -> Default:

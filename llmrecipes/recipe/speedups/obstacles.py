@@ -44,26 +44,26 @@ def own_engine(recipe: Recipe) -> str | None:
 
 
 def buckets(recipe: Recipe) -> str | None:
-    if recipe.parallelism.overlap_grad_reduce:
+    if recipe.layout.overlap_grad_reduce:
         return megatron(recipe)
     return "without overlap_grad_reduce there is only one bucket"
 
 
 def sharded(recipe: Recipe) -> str | None:
-    if recipe.parallelism.use_distributed_optimizer:
+    if recipe.layout.use_distributed_optimizer:
         return megatron(recipe)
     return "needs use_distributed_optimizer, whose buckets are padded and scattered"
 
 
 def interleaved(recipe: Recipe) -> str | None:
-    parallel = recipe.parallelism
+    parallel = recipe.layout
     if parallel.overlap_param_gather and parallel.virtual_pipeline_model_parallel_size:
         return None
     return "needs virtual pipeline stages and overlap_param_gather"
 
 
 def short_gradients(recipe: Recipe) -> str | None:
-    if recipe.parallelism.grad_reduce_in_fp32 or recipe.train.precision == "fp32":
+    if recipe.train.grad_reduce_in_fp32 or recipe.train.precision == "fp32":
         return "gradients are sent in fp32 (grad_reduce_in_fp32, precision)"
     return sharded(recipe)
 
@@ -79,16 +79,16 @@ def fused_router(recipe: Recipe) -> str | None:
 
 
 def shared_experts(recipe: Recipe) -> str | None:
-    model, train = recipe.model, recipe.train
+    model, _train = recipe.model, recipe.train
     if not model.num_moe_experts or not model.moe_shared_expert_intermediate_size:
         return "the model has no shared experts"
     if model.moe_token_dispatcher_type != "alltoall":  # noqa: S105 - no password
         return "needs the dispatcher alltoall, which computes shared experts while it communicates"
     if recipe.lora is not None:
         return "adapters of shared experts communicate themselves (lora)"
-    if {"shared_experts", "moe"} & set(train.recompute_modules or ()):
+    if {"shared_experts", "moe"} & set(recipe.layout.recompute_modules or ()):
         return "shared experts are recomputed (recompute_modules)"
-    if recipe.speed.overlap_moe_expert_parallel_comm:
+    if recipe.layout.overlap_moe_expert_parallel_comm:
         return "overlap_moe_expert_parallel_comm hides the same communication"
     return None
 
@@ -100,9 +100,9 @@ def flex(recipe: Recipe) -> str | None:
 
 
 def context(recipe: Recipe) -> str | None:
-    parallel = recipe.parallelism
+    parallel = recipe.layout
     model = recipe.model
-    kind = recipe.speed.cp_comm_type
+    kind = recipe.layout.cp_comm_type
     size = parallel.context_parallel_size
     tensor = parallel.tensor_model_parallel_size
     if size == 1:
@@ -111,7 +111,7 @@ def context(recipe: Recipe) -> str | None:
         return None
     if model.multi_latent_attention:
         return "latent attention supports p2p only: its keys and values differ in width"
-    sizes = recipe.speed.hierarchical_context_parallel_sizes
+    sizes = recipe.layout.hierarchical_context_parallel_sizes
     if kind == "a2a+p2p":
         if sizes is None:
             return "a2a+p2p needs hierarchical_context_parallel_sizes"
@@ -123,13 +123,13 @@ def context(recipe: Recipe) -> str | None:
 
 
 def hierarchy(recipe: Recipe) -> str | None:
-    sizes = recipe.speed.hierarchical_context_parallel_sizes
-    if recipe.speed.cp_comm_type != "a2a+p2p":
+    sizes = recipe.layout.hierarchical_context_parallel_sizes
+    if recipe.layout.cp_comm_type != "a2a+p2p":
         return "only used with cp_comm_type a2a+p2p"
-    if sizes is not None and sizes[0] * sizes[1] != recipe.parallelism.context_parallel_size:
-        return f"their product must be context_parallel_size {recipe.parallelism.context_parallel_size}"
+    if sizes is not None and sizes[0] * sizes[1] != recipe.layout.context_parallel_size:
+        return f"their product must be context_parallel_size {recipe.layout.context_parallel_size}"
     return None
 
 
 def collections(recipe: Recipe) -> str | None:
-    return "manual_gc is off" if recipe.speed.manual_gc is False else None
+    return "manual_gc is off" if recipe.layout.manual_gc is False else None

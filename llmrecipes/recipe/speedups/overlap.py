@@ -34,7 +34,7 @@ class OverlapKey:
 
 def _tensor(recipe: Recipe) -> str | None:
     """What megatron-core and TransformerEngine's user buffers need; neither says so before the first pass."""
-    model, parallel = recipe.model, recipe.parallelism
+    model, parallel = recipe.model, recipe.layout
     if engine_name(recipe) != MEGATRON:
         return "needs the engine megatron, which creates the user buffers"
     if parallel.tensor_model_parallel_size == 1:
@@ -53,18 +53,18 @@ def _tensor(recipe: Recipe) -> str | None:
         return "megatron-core turns it off for multi-token prediction layers, on their stage only"
     if recipe.train.eval_tasks:
         return "user buffers have the shape of a micro-batch, but texts of eval_tasks have other shapes"
-    if recipe.speed.deterministic_mode:
+    if recipe.layout.deterministic_mode:
         return "ring sums are in a different order (deterministic_mode)"
     return None
 
 
 def _part(recipe: Recipe) -> str | None:
-    return None if recipe.speed.tp_comm_overlap else "only used with tp_comm_overlap"
+    return None if recipe.layout.tp_comm_overlap else "only used with tp_comm_overlap"
 
 
 def _experts(recipe: Recipe) -> str | None:
     """megatron-core's assertions, and what its schedule would bypass silently."""
-    model, parallel, train = recipe.model, recipe.parallelism, recipe.train
+    model, parallel, train = recipe.model, recipe.layout, recipe.train
     if engine_name(recipe) != MEGATRON:
         return "needs the engine megatron, which has that schedule"
     if not model.num_moe_experts or parallel.expert_model_parallel_size == 1:
@@ -75,9 +75,9 @@ def _experts(recipe: Recipe) -> str | None:
         return "needs bf16 or fp16"
     if parallel.pipeline_model_parallel_size > 1 and not parallel.virtual_pipeline_model_parallel_size:
         return "pipeline stages need virtual_pipeline_model_parallel_size"
-    if train.recompute_granularity == "full" or "moe" in (train.recompute_modules or ()):
+    if recipe.layout.recompute_granularity == "full" or "moe" in (recipe.layout.recompute_modules or ()):
         return "a recomputed dispatch cannot be overlapped (recompute_granularity full, recompute_modules moe)"
-    if recipe.speed.moe_shared_expert_overlap:
+    if recipe.layout.moe_shared_expert_overlap:
         return "moe_shared_expert_overlap hides the same communication"
     if (model.mtp_num_layers or 0) > 1 or (model.mtp_num_layers and parallel.pipeline_model_parallel_size == 1):
         return "supports at most one multi-token prediction layer, and only with pipeline stages"
@@ -89,7 +89,7 @@ def _experts(recipe: Recipe) -> str | None:
 
 
 def _weight_gradients(recipe: Recipe) -> str | None:
-    if not recipe.speed.overlap_moe_expert_parallel_comm:
+    if not recipe.layout.overlap_moe_expert_parallel_comm:
         return "only used with overlap_moe_expert_parallel_comm"
     return None
 

@@ -14,7 +14,7 @@ from llmrecipes.recipe.speedups.graphs import not_recomputed
 
 @dataclass(frozen=True)
 class Module:
-    """One value of `train.recompute_modules`; with the names of megatron-core.
+    """One value of `layout.recompute_modules`; with the names of megatron-core.
 
     Attributes:
         needs: a setting without which there is nothing of the kind in the model.
@@ -65,26 +65,26 @@ def _dense_layers(recipe: Recipe) -> int:
 
 def rules(recipe: Recipe) -> Iterator[Problem]:
     """What is wrong with the keys of recomputation."""
-    train = recipe.train
-    parts = {"recompute_method": train.recompute_method, "recompute_num_layers": train.recompute_num_layers}
-    if train.recompute_granularity == "full":
+    keys = recipe.layout
+    parts = {"recompute_method": keys.recompute_method, "recompute_num_layers": keys.recompute_num_layers}
+    if keys.recompute_granularity == "full":
         yield from _full(recipe, parts)
     else:
         for name, value in parts.items():
             if value is not None:
                 yield _only_with(recipe, name, "full")
-    if train.recompute_modules is None:
+    if keys.recompute_modules is None:
         return
-    if train.recompute_granularity == "selective":
-        yield from _modules(recipe, train.recompute_modules)
+    if keys.recompute_granularity == "selective":
+        yield from _modules(recipe, keys.recompute_modules)
     else:
         yield _only_with(recipe, "recompute_modules", "selective")
 
 
 def _only_with(recipe: Recipe, name: str, granularity: str) -> Problem:
     return Problem(
-        f"train.{name}",
-        f"set with recompute_granularity {recipe.train.recompute_granularity or 'null'}",
+        f"layout.{name}",
+        f"set with recompute_granularity {recipe.layout.recompute_granularity or 'null'}",
         f"{name} is only used with recompute_granularity {granularity}",
         f"remove {name}, or recompute_granularity {granularity}",
     )
@@ -94,15 +94,15 @@ def _full(recipe: Recipe, parts: Mapping[str, str | int | None]) -> Iterator[Pro
     for name, value in parts.items():
         if value is None:
             yield Problem(
-                "train.recompute_granularity",
+                "layout.recompute_granularity",
                 f"full without {name}",
                 "full recomputation needs recompute_method and recompute_num_layers",
                 "recompute_method uniform" if name == "recompute_method" else "recompute_num_layers 1",
             )
-    layers = recipe.train.recompute_num_layers
+    layers = recipe.layout.recompute_num_layers
     if layers is not None and layers > recipe.model.num_layers:
         yield Problem(
-            "train.recompute_num_layers",
+            "layout.recompute_num_layers",
             f"{layers} of {recipe.model.num_layers} layers",
             "recompute_num_layers must be at most model.num_layers",
             f"recompute_num_layers {recipe.model.num_layers}",
@@ -111,14 +111,14 @@ def _full(recipe: Recipe, parts: Mapping[str, str | int | None]) -> Iterator[Pro
 
 def possible(recipe: Recipe) -> list[str]:
     """Modules that may be recomputed in the recipe, if nothing else is."""
-    overlapped = {"shared_experts", "moe"} if recipe.speed.moe_shared_expert_overlap else set()
-    overlapped |= {"moe"} if recipe.speed.overlap_moe_expert_parallel_comm else set()
+    overlapped = {"shared_experts", "moe"} if recipe.layout.moe_shared_expert_overlap else set()
+    overlapped |= {"moe"} if recipe.layout.overlap_moe_expert_parallel_comm else set()
     overlapped |= not_recomputed(recipe)
     return [name for name in MODULES if name not in overlapped and next(_modules(recipe, (name,)), None) is None]
 
 
 def _modules(recipe: Recipe, names: tuple[str, ...]) -> Iterator[Problem]:
-    key = "train.recompute_modules"
+    key = "layout.recompute_modules"
     if len(set(names)) < len(names):
         different = ", ".join(dict.fromkeys(names))
         yield Problem(key, f"[{', '.join(names)}]", "a module may appear only once", f"recompute_modules [{different}]")
@@ -150,10 +150,10 @@ def _modules(recipe: Recipe, names: tuple[str, ...]) -> Iterator[Problem]:
 
 def obstacle_to_modules(recipe: Recipe) -> tuple[str, str] | None:
     """A key with which core attention is the only module that can be recomputed, and the reason."""
-    if recipe.train.torch_compile:
-        return "train.torch_compile true", "compiled layers can only be recomputed as a whole or in core attention"
+    if recipe.layout.torch_compile:
+        return "layout.torch_compile true", "compiled layers can only be recomputed as a whole or in core attention"
     if key := frozen_weights(recipe):
         return key, "the input of a frozen layer has no gradient to trigger the recomputation"
-    if recipe.zero is not None and recipe.zero.stage == 3:
-        return "zero.stage 3", "ZeRO 3 gathers the weights of a module only in its own forward and backward pass"
+    if recipe.layout.zero is not None and recipe.layout.zero.stage == 3:
+        return "layout.zero.stage 3", "ZeRO 3 gathers the weights of a module only in its own forward and backward pass"
     return None

@@ -20,9 +20,9 @@ from llmrecipes.recipe.rules.recipe_rules import MIN_BPE_VOCAB
 from llmrecipes.recipe.schema import (
     Checkpoint,
     Data,
+    LayoutKeys,
     Lora,
     Model,
-    Parallelism,
     Recipe,
     Scheduler,
     Tracking,
@@ -55,14 +55,14 @@ MAX_VOCAB = 1024
 MAX_EXPERTS, MAX_EXPERT_GROUPS = 8, 4
 
 
-def small_layout(recipe: Recipe, device: Device) -> Parallelism:
+def small_layout(recipe: Recipe, device: Device) -> LayoutKeys:
     """The recipe's kinds of parallelism, each on two ranks: at most 8, as experts use the dense layers' ranks.
 
     On a CPU experts are not split, because gloo cannot gather uneven numbers of tokens; the tensor-parallel ranks
     that shared each expert get different experts. A first or last stage with more, as many or fewer layers than the
     others has 2, 1 or 1 of them, and the others have 1, 1 or 2; twice that with virtual stages.
     """
-    parallel = recipe.parallelism
+    parallel = recipe.layout
     update: dict[str, Any] = {
         name: min(getattr(parallel, name), MAX_DEGREE)
         for name in (
@@ -90,7 +90,7 @@ def small_layout(recipe: Recipe, device: Device) -> Parallelism:
     return parallel.model_copy(update=update)
 
 
-def small_model(recipe: Recipe, parallel: Parallelism) -> Model:
+def small_model(recipe: Recipe, parallel: LayoutKeys) -> Model:
     """The model for the small layout `parallel`."""
     model = recipe.model
     ranks = parallel.tensor_model_parallel_size
@@ -144,7 +144,7 @@ def small_heads(heads: int, groups: int | None, ranks: int) -> tuple[int, int | 
     return small_groups * each, small_groups
 
 
-def _layers(recipe: Recipe, parallel: Parallelism) -> int:
+def _layers(recipe: Recipe, parallel: LayoutKeys) -> int:
     """Layers for all stages: about `MAX_LAYERS`, at least one per chunk, counting embedding and loss if they count."""
     pieces = parallel.pipeline_model_parallel_size * (chunks := parallel.virtual_pipeline_model_parallel_size or 1)
     if parallel.pipeline_model_parallel_layout:
@@ -153,7 +153,7 @@ def _layers(recipe: Recipe, parallel: Parallelism) -> int:
     if first or last:
         if first and last:
             return first + last
-        of_recipe = recipe.parallelism
+        of_recipe = recipe.layout
         end = of_recipe.num_layers_in_first_pipeline_stage or of_recipe.num_layers_in_last_pipeline_stage or 0
         return (first or last or 0) + chunks * (2 if end < _other_layers(recipe) else 1)
     if extra := parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split:
@@ -163,13 +163,13 @@ def _layers(recipe: Recipe, parallel: Parallelism) -> int:
 
 def _other_layers(recipe: Recipe) -> int:
     """Layers of a stage without an explicit number; 0 if there is none."""
-    parallel = recipe.parallelism
+    parallel = recipe.layout
     ends = (parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage)
     others = parallel.pipeline_model_parallel_size - sum(1 for number in ends if number)
     return (recipe.model.num_layers - sum(number or 0 for number in ends)) // others if others else 0
 
 
-def _experts(model: Model, parallel: Parallelism, layers: int, shrink: float) -> dict[str, Any]:
+def _experts(model: Model, parallel: LayoutKeys, layers: int, shrink: float) -> dict[str, Any]:
     """At most `MAX_EXPERTS`, of which two are active if the recipe has more than one active."""
     number, shares = model.num_moe_experts or 1, parallel.expert_model_parallel_size
     small = max(shares, min(number, MAX_EXPERTS) // shares * shares)
@@ -205,7 +205,7 @@ def _latent(model: Model, shrink: float) -> dict[str, Any]:
     }
 
 
-def _sequence(length: int, parallel: Parallelism) -> int:
+def _sequence(length: int, parallel: LayoutKeys) -> int:
     """At most `MAX_SEQUENCE` tokens that context- and sequence-parallel ranks can share."""
     contexts = parallel.context_parallel_size
     shares = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
@@ -213,7 +213,7 @@ def _sequence(length: int, parallel: Parallelism) -> int:
     return max(step, min(length, MAX_SEQUENCE) // step * step)
 
 
-def _yarn(model: Model, sequence: int, parallel: Parallelism) -> dict[str, Any]:
+def _yarn(model: Model, sequence: int, parallel: LayoutKeys) -> dict[str, Any]:
     """The context before YaRN: as many times shorter as the sequence, in two chunks for each context-parallel rank."""
     step = 2 * parallel.context_parallel_size
     return {
@@ -272,10 +272,8 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
             "name": suffixed(recipe.name, SUFFIX),
             "description": f"rehearsal of {recipe.name}",
             "model": model,
-            "parallelism": parallel,
-            "zero": recipe.zero and _zero(recipe, recipe.zero, device),
-            "train": _train(recipe.train, model, parallel),
-            "speed": recipe.speed.model_copy(update=dict.fromkeys(needing_a_gpu())),
+            "layout": _layout(recipe, parallel, model),
+            "train": _train(recipe, model, parallel, device),
             "optimizer": small(recipe.optimizer, model),
             "scheduler": _scheduler(recipe.scheduler, recipe.train.train_iters),
             "data": _data(recipe.data, model),
@@ -291,7 +289,7 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
     )
 
 
-def _zero(recipe: Recipe, zero: Zero, device: Device) -> Zero:
+def _zero(recipe: Recipe, zero: Zero) -> Zero:
     """The same stage and offload, to main memory only; buckets that the small model fills several times."""
     if not ENGINES[engine_name(recipe)].all_of_zero:
         return zero
@@ -304,10 +302,7 @@ def _zero(recipe: Recipe, zero: Zero, device: Device) -> Zero:
     if zero.stage == 3:
         gathered = ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
         limits |= {"stage3_param_persistence_threshold": MAX_WHOLE, **dict.fromkeys(gathered, MAX_GATHERED)}
-        # Both depend on the number of ranks or nodes, and a rehearsal is on one node.
-        update |= {"zero_hpz_partition_size": 1, "zero_quantized_gradients": False}
-        if device == "cpu":
-            update["zero_quantized_weights"] = False
+        update["zero_hpz_partition_size"] = 1  # depends on the number of ranks, and a rehearsal is on one node
     update |= {name: min(limit, getattr(zero, name)) for name, limit in limits.items()}
     return zero.model_copy(update=update)
 
@@ -317,26 +312,38 @@ def _lora(lora: Lora) -> Lora:
     return lora.model_copy(update={"rank": (rank := min(lora.rank, MAX_RANK)), "alpha": lora.scale * rank})
 
 
-def _train(train: Train, model: Model, parallel: Parallelism) -> Train:
-    micro = min(train.micro_batch_size, 2)
+def _layout(recipe: Recipe, parallel: LayoutKeys, model: Model) -> LayoutKeys:
+    return parallel.model_copy(
+        update={
+            **{name: None for name in needing_a_gpu() if name in LayoutKeys.model_fields},
+            "name": None,
+            "zero": parallel.zero and _zero(recipe, parallel.zero),
+            "micro_batch_size": min(parallel.micro_batch_size, 2),
+            "recompute_num_layers": (layers := parallel.recompute_num_layers) and min(layers, model.num_layers),
+            "torch_compile": False,
+        }
+    )
+
+
+def _train(recipe: Recipe, model: Model, parallel: LayoutKeys, device: Device) -> Train:
+    train, micro = recipe.train, min(parallel.micro_batch_size, 2)
     replicas = (ranks := smallest_world(parallel)) // model_parallel_size(parallel)
-    # Four micro-batches if gradients are accumulated or ranks share a batch, which 1, 2 and 4 ranks divide; a pipeline
-    # has two for each stage, times the number of replicas. Rehearsals are too short for a batch that grows.
-    accumulated = train.global_batch_size > train.micro_batch_size or ranks > 1
+    # Four micro-batches, which 1, 2 and 4 ranks divide, if there are several; two for each stage of a pipeline.
+    accumulated = train.global_batch_size > parallel.micro_batch_size or ranks > 1
     whole = micro * max(4, 2 * parallel.pipeline_model_parallel_size * replicas) if accumulated else micro
     return without_ramp(
         train.without_stops(),
+        **{name: None for name in needing_a_gpu() if name in Train.model_fields},
         pretrained=None,
         freeze=freezing.kept(train.freeze, model),
         train_iters=ITERS,
-        micro_batch_size=micro,
         global_batch_size=whole,
         eval_interval=ITERS // 2,
         eval_iters=1,
         log_interval=1,
-        recompute_num_layers=train.recompute_num_layers and min(train.recompute_num_layers, model.num_layers),
         elastic=None,
-        torch_compile=False,
+        zero_quantized_weights=train.zero_quantized_weights and device == "cuda",
+        zero_quantized_gradients=False,  # of several nodes
     )
 
 
@@ -464,7 +471,7 @@ def with_zero(layout: str, zero: Zero | None) -> str:
 
 def asked(recipe: Recipe) -> dict[str, int]:
     """The parallel degrees of a recipe by key."""
-    parallel = recipe.parallelism
+    parallel = recipe.layout
     degrees = {name: getattr(parallel, name, None) or 1 for name in SHORT if name != "data_parallel_size"}
     if recipe.model.num_moe_experts:
         inner = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size

@@ -181,10 +181,10 @@ def _sizes(recipe: Recipe, options: PruneOptions) -> list[str]:
     keys = {} if model.multi_latent_attention else {"kv_channels": sizes.kv_channels}
     keys["ffn_hidden_size"] = sizes.ffn_hidden_size
     if "ffn" in options.axes:
-        parts = recipe.parallelism.tensor_model_parallel_size
+        parts = recipe.layout.tensor_model_parallel_size
         keys["ffn_hidden_size"] = _left("neurons", sizes.ffn_hidden_size, kept, lcm(8, parts))
         if model.num_moe_experts:
-            parts = recipe.parallelism.expert_tensor_parallel_size or parts
+            parts = recipe.layout.expert_tensor_parallel_size or parts
             keys["moe_ffn_hidden_size"] = _left("neurons of an expert", sizes.moe_ffn_hidden_size, kept, lcm(8, parts))
     if "heads" in options.axes:
         groups = _left("groups of heads", sizes.num_query_groups, kept)

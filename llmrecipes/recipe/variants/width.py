@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from llmrecipes.errors import UserError
+from llmrecipes.recipe.derived.degrees import DEGREES, SHARING, undivided
 from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.rules.recipe_rules import check
-from llmrecipes.recipe.schema import Model, Parallelism, Recipe
+from llmrecipes.recipe.schema import Model, Recipe
 from llmrecipes.recipe.variants.proxy import suffixed
 
 PROXY = "-proxy"
 _HEADS = ("num_attention_heads", "num_query_groups")
 _SCALED = ("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
 _UNSCALED = ("kv_channels", "mup_base_hidden_size", "mup_base_head_dim")
-_REDUCTION = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "grad_reduce_in_fp32")
-"""Keys of the layout that concern data parallelism only."""
 _WIDTH = {f"model.{name}" for name in ("hidden_size", *_HEADS, *_SCALED, *_UNSCALED)}
 
 
@@ -67,20 +66,15 @@ def base_width(recipe: Recipe) -> Recipe:
             fix="model.use_mup=true model.mup_base_hidden_size=256 model.mup_base_head_dim=CHANNELS_OF_A_HEAD",
         )
     for dimension in recipe.search.space if recipe.search else ():
-        if dimension.key in _WIDTH or dimension.key.startswith("parallelism."):
+        if dimension.key in _WIDTH or dimension.key.removeprefix("layout.") in DEGREES:
             raise UserError(
                 f"{dimension.key} is searched",
                 where="--proxy",
                 rule="--proxy sets width and layout itself",
                 fix="search it without --proxy",
             )
-    kept = {name: getattr(recipe.parallelism, name) for name in _REDUCTION}
-    narrow = at_width(recipe, base).model_copy(
-        update={
-            "name": suffixed(recipe.name, PROXY),
-            "parallelism": Parallelism().model_copy(update=kept),
-        }
-    )
+    kept = {name: getattr(recipe.layout, name) for name in (*SHARING, "zero", "engine")}
+    narrow = undivided(at_width(recipe, base), **kept).model_copy(update={"name": suffixed(recipe.name, PROXY)})
     if problems := check(narrow):
         first = problems[0]
         raise UserError(first.what, where=f"--proxy: {first.key}", rule=first.rule, fix=first.fix)

@@ -9,7 +9,7 @@ from llmrecipes.train.observers.base import Observer, StepDone
 
 
 class GarbageCollection(Observer):
-    """Collects as `speed.manual_gc` says.
+    """Collects as `layout.manual_gc` says.
 
     All objects of a stage's start live to its end: they are excluded, also from the collections that megatron-core runs
     at each save.

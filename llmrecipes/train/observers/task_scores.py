@@ -75,7 +75,7 @@ class TaskEvaluations(Observer):
             return loop.stop.requested
 
         loop.observers.beat("tasks", step)
-        rows = loop.plan.recipe.train.micro_batch_size
+        rows = loop.plan.recipe.layout.micro_batch_size
         tokenizer = self.joined.prepared.tokenizer()
         with loop.engine.params_synced():
             lead = RankZeroScorer(loop.engine.scorer(), loop.world, tokenizer, rows, stop)

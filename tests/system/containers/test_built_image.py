@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[3]
 STEPS = 100
 SMALL = [
-    f"train.train_iters={STEPS}", "train.log_interval=10", "train.global_batch_size=4", "train.micro_batch_size=2",
+    f"train.train_iters={STEPS}", "train.log_interval=10", "train.global_batch_size=4", "layout.micro_batch_size=2",
     "train.eval_iters=1", "model.seq_length=64", "model.num_layers=2",
     # As in tests/dist/table.py: Adam must not turn rounding noise into full steps. Nor clipping: DeepSpeed adds up the
     # squares of gradients in fp32, so its norm is off by up to 7e-5 here, and the losses were by 1e-5.
@@ -146,7 +146,7 @@ def test_pods_of_the_rendered_job_train_with_zero_and_go_on(tool: Podman, image:
     assert tool("wait", *names).split() == ["0", "0"], logs()
     assert f"step {STEPS}/{STEPS}" in tool("logs", names[0])
     # One process of the other engine, on the data that the pods have prepared.
-    train = ["llmrecipes", "train", "gpt-tiny-zero", *SMALL, "engine=megatron", "zero=null"]
+    train = ["llmrecipes", "train", "gpt-tiny-zero", *SMALL, "layout.engine=megatron", "layout.zero=null"]
     one = shlex.join([*train, "--run-id", "one", "--nproc", "1", "--no-sample"])
     read = "cd runs/gpt-tiny-zero && cat pods/plan.json; for run in pods one; do echo; cat $run/metrics.jsonl; done"
     shown = tool(
@@ -172,7 +172,7 @@ def test_the_pods_check_their_nodes_together(
 ) -> None:
     """With the arguments, the variables and the files of the rendered init containers; there is no GPU here."""
     options = KubernetesOptions(image=f"registry.example.com/llmrecipes@sha256:{'0' * 64}")
-    small = ["train.micro_batch_size=1", "train.global_batch_size=64"]
+    small = ["layout.micro_batch_size=1", "train.global_batch_size=64"]
     objects = objects_of(plan_for("gpt-tiny", small, site, 2), options, f"check-{site}")
     pods = start_checks(tool, objects, image, tmp_path)
     assert tool("wait", *pods).split() == codes, "\n".join(tool("logs", name) for name in pods)

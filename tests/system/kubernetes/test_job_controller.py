@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.kubernetes, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[3]
 IMAGE = f"registry.example.com/llmrecipes@sha256:{'7' * 64}"
-SMALL = ["train.micro_batch_size=1", "train.global_batch_size=64"]
+SMALL = ["layout.micro_batch_size=1", "train.global_batch_size=64"]
 NUMBERS = itertools.count()
 
 

@@ -70,7 +70,7 @@ def test_zero_trains_as_one_process_of_the_other_engine(site: Site, corpus: Path
         ],
     ).recipe  # fmt: skip
     job, run_dir = site.submit(sharded, "sharded", "--partition", "spot", "--python", site.python_that())
-    plain = sharded.model_copy(update={"name": "whole", "zero": None, "engine": "megatron"})
+    plain = sharded.model_copy(update={"name": "whole"}).with_layout(zero=None, engine="megatron")
     site.wait_for_step(job, run_dir, 5)
     warn(site, job, run_dir)
     folders = ["--runs-dir", str(site.folder / "runs"), "--data-dir", str(site.data_dir)]

@@ -28,7 +28,7 @@ from llmrecipes.recipe.derived.shape import Mup, mup
 from llmrecipes.recipe.reading.core_fields import converted, fields_of_model
 from llmrecipes.recipe.rules.extra_rules import CLASS, KEY, LACKED_BY_LOCAL_LAYERS
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe
-from llmrecipes.recipe.speedups.features import SpeedTarget, resolve, values
+from llmrecipes.recipe.speedups.features import FEATURES, SpeedTarget, resolve, values
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
@@ -45,8 +45,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": gelu_tanh, "silu": F.silu, "squared_relu": squared_relu}
 
 
-# Every key of model, parallelism and train that is also a field of megatron-core's configuration is passed on
-# unchanged, except these: they are set below, or not at all.
+# Every key of model, layout and train that is also a field of megatron-core's configuration is passed on
+# unchanged, except features and these: they are set below, or not at all.
 TRANSLATED = frozenset(
     {
         "ffn_hidden_size",  # these three: from the plan, if unset in the recipe
@@ -78,7 +78,7 @@ def transformer_config(
         plan: of the recipe, with its derived sizes.
         on_gpu: create parameters on the GPU and allow its fused kernels.
         transformer_engine: layers are TransformerEngine's.
-        target: what decides on the features of `speed`; None: as in the CUDA image, or on a CPU with a compiler.
+        target: what decides on the features; None: as in the CUDA image, or on a CPU with a compiler.
 
     Raises:
         UserError: megatron-core refuses what `model.extra` sets.
@@ -111,12 +111,12 @@ def transformer_config(
         "fp16": train.precision == "fp16",
         # Two stages with several chunks each send to each other in both directions at once; batched messages between
         # one pair of ranks would be mixed up.
-        "overlap_p2p_comm": recipe.parallelism.virtual_pipeline_model_parallel_size is not None,
-        "batch_p2p_comm": recipe.parallelism.virtual_pipeline_model_parallel_size is None,
+        "overlap_p2p_comm": recipe.layout.virtual_pipeline_model_parallel_size is not None,
+        "batch_p2p_comm": recipe.layout.virtual_pipeline_model_parallel_size is None,
         # It waits for the device after each message, for a fault of old versions of torch.
         "batch_p2p_sync": False,
         # A stage's output is freed once it is sent: the backward pass needs its graph alone.
-        "deallocate_pipeline_outputs": recipe.parallelism.pipeline_model_parallel_size > 1,
+        "deallocate_pipeline_outputs": recipe.layout.pipeline_model_parallel_size > 1,
         # The loss is a mean over the tokens of the global batch, however it was cut into micro-batches and ranks.
         "calculate_per_token_loss": True,
         "masked_softmax_fusion": False,
@@ -182,8 +182,8 @@ def _speed(recipe: Recipe, target: SpeedTarget) -> dict[str, Any]:
 
 def _same_name(recipe: Recipe, kind: type[TransformerConfig]) -> dict[str, Any]:
     """Values of the keys with the same name in both; those of experts only for MoE models."""
-    accepted = {field.name for field in fields(kind)} - TRANSLATED - NOT_PASSED
-    sections = (recipe.model, recipe.parallelism, recipe.train)
+    accepted = {field.name for field in fields(kind)} - TRANSLATED - NOT_PASSED - FEATURES.keys()
+    sections = (recipe.model, recipe.layout, recipe.train)
     return {
         name: value
         for section in sections

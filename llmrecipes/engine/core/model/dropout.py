@@ -51,13 +51,13 @@ class Masks:
         self._seed = recipe.train.seed
         self._length = recipe.model.seq_length
         self._heads = plan.shape.num_attention_heads
-        self._micro_batch_size = recipe.train.micro_batch_size
+        self._micro_batch_size = recipe.layout.micro_batch_size
         self._data = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         self._context = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
         self._tensor_rank = parallel_state.get_tensor_model_parallel_rank()
-        self._sequence_parallel = recipe.parallelism.sequence_parallel
+        self._sequence_parallel = recipe.layout.sequence_parallel
         self._words: Callable[..., torch.Tensor] = torch.compile(words, dynamic=False) if compiled else words
-        if recipe.train.torch_compile:  # in whose graphs the step would be a constant
+        if recipe.layout.torch_compile:  # in whose graphs the step would be a constant
             self._kept = torch.compiler.disable(self._kept)  # type: ignore[method-assign]
 
     def begin(self, step: int, number: int) -> None:
@@ -249,7 +249,7 @@ def create(plan: Plan, modules: Sequence[Any], *, on_gpu: bool, compiled: bool) 
         None if nothing is dropped. A captured layer keeps torch's too: its graph would have the step as a constant.
     """
     model = plan.recipe.model
-    if not (model.hidden_dropout or model.attention_dropout) or plan.recipe.speed.cuda_graph_impl is not None:
+    if not (model.hidden_dropout or model.attention_dropout) or plan.recipe.layout.cuda_graph_impl is not None:
         return None
     masks = Masks(plan, compiled=compiled)
     for module in modules:

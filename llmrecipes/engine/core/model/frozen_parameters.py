@@ -27,5 +27,5 @@ def freeze(module: object, recipe: Recipe) -> None:
     embedding = getattr(module, "embedding", None)
     if embedding is None or any(parameter.requires_grad for parameter in embedding.parameters()):
         return
-    if recipe.train.recompute_granularity or recipe.parallelism.pipeline_model_parallel_size > 1:
+    if recipe.layout.recompute_granularity or recipe.layout.pipeline_model_parallel_size > 1:
         embedding.register_forward_hook(with_gradient)

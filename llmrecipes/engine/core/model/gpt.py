@@ -137,7 +137,7 @@ class RecipeModel(ScheduledModel):
 
     def build_schedule_plan(self, *args: Any, prediction_weights: Sequence[torch.Tensor] = (), **kwargs: Any) -> Any:
         """megatron-core's passes of a micro-batch in parts, which its schedule runs beside those of another one
-        (`speed.overlap_moe_expert_parallel_comm`). It runs them all before it asks for the next one of this chunk.
+        (`layout.overlap_moe_expert_parallel_comm`). It runs them all before it asks for the next one of this chunk.
 
         Args: as `forward`.
         """
@@ -325,7 +325,7 @@ def construct(plan: Plan, platform: Platform) -> BuiltModel:
         transformer_engine=implementation == "transformer_engine",
         target=target,
     )
-    chunks = recipe.parallelism.virtual_pipeline_model_parallel_size
+    chunks = recipe.layout.virtual_pipeline_model_parallel_size
     stages = range(chunks) if chunks else (None,)
     with accepted_by_core(recipe.model.extra):
         modules = tuple(_chunk(plan, config, implementation, stage) for stage in stages)
@@ -376,7 +376,7 @@ def detected(plan: Plan, platform: Platform, *, transformer_engine: bool, reason
         layers_reason=reason,
         version=transformer_engine_version(),
         no_compiler=None if platform.device.type == "meta" else compiler_obstacle(device),
-        no_deep_ep=deep_ep_obstacle(plan.recipe.speed.moe_flex_dispatcher_backend == "hybridep"),
+        no_deep_ep=deep_ep_obstacle(plan.recipe.layout.moe_flex_dispatcher_backend == "hybridep"),
         **_gpu(platform),
     )
 
@@ -407,15 +407,15 @@ def _require_environment(choices: Sequence[FeatureChoice], target: SpeedTarget) 
         wanted = str(int(backend in ("auto", kernel)))
         if os.environ.get(variable, wanted) != wanted:
             raise UserError(
-                f"{os.environ[variable]} with speed.attention_backend {backend}",
+                f"{os.environ[variable]} with layout.attention_backend {backend}",
                 where=variable,
-                rule="megatron-core sets it from speed.attention_backend",
-                fix=f"unset {variable}, and speed.attention_backend=flash, fused or unfused",
+                rule="megatron-core sets it from layout.attention_backend",
+                fix=f"unset {variable}, and layout.attention_backend=flash, fused or unfused",
             )
     name = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
     if value(choices, "deterministic_mode") and target.transformer_engine and os.environ.get(name) != "0":
         raise UserError(
-            f"{os.environ.get(name, 'not set')} with speed.deterministic_mode",
+            f"{os.environ.get(name, 'not set')} with layout.deterministic_mode",
             where=name,
             rule="TransformerEngine reads it when it is imported; llmrecipes train and submit set it",
             fix=f"{name}=0 in the environment of the ranks",
@@ -437,10 +437,9 @@ def loss_chunk_tokens(plan: Plan, *, compiled: bool) -> int:
     cannot have, without which logits take six times the memory."""
     if compiled or not plan.cluster.gpus or not in_kernels(plan.recipe, plan.device):
         return plan.loss_chunk_tokens
-    speed = plan.recipe.speed.model_copy(update={"cross_entropy_loss_fusion": False})
-    recipe = plan.recipe.model_copy(update={"speed": speed})
+    recipe = plan.recipe.with_layout(cross_entropy_loss_fusion=False)
     memory = gpu_memory(plan.cluster, plan.layout.world_size)
-    return with_chunks(recipe, plan.shape, plan.layout, memory).train.loss_chunk_tokens or 0
+    return with_chunks(recipe, plan.shape, plan.layout, memory).layout.loss_chunk_tokens or 0
 
 
 def _chunk(plan: Plan, config: TransformerConfig, implementation: Any, stage: int | None) -> RecipeModel:

@@ -15,7 +15,7 @@ from megatron.core.transformer.multi_token_prediction import process_mtp_loss
 
 
 class ScheduledModel(HybridModel):
-    """A model whose passes can be run in parts (`speed.overlap_moe_expert_parallel_comm`), in training."""
+    """A model whose passes can be run in parts (`layout.overlap_moe_expert_parallel_comm`), in training."""
 
     def build_schedule_plan(self, *args: Any, **kwargs: Any) -> TransformerModelChunkSchedulePlan:
         """The passes of a micro-batch in parts; arguments as `forward`."""

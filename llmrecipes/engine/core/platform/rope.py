@@ -68,7 +68,7 @@ def in_one_kernel(values: torch.Tensor, angles: torch.Tensor, interleaved: bool 
             "rotary_interleaved in the fused kernel",
             where="model.extra.rotary_interleaved",
             rule="only TransformerEngine's kernel rotates neighbouring channels",
-            fix="speed.apply_rope_fusion=false",
+            fix="layout.apply_rope_fusion=false",
         )
     if torch.compiler.is_compiling():
         return one_pass(values, angles.cos(), angles.sin(), False)
