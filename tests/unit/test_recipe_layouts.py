@@ -155,6 +155,11 @@ def test_auto_is_as_fast_as_the_fastest_and_keeps_what_is_set(
     assert choose(choice.recipe, site, 8 * nodes, profile) is None, "all is set"
 
 
+def test_a_small_model_gets_large_micro_batches() -> None:
+    plan, _ = plan_on(load("gpt-125m", ["layout=auto"]).recipe, nproc=None, cluster=H100, nodes=1)
+    assert plan.recipe.layout.micro_batch_size == 32
+
+
 def test_without_auto_nothing_is_chosen() -> None:
     plan, _ = plan_on(load("llama3-70b").recipe, nproc=None, cluster=H100, nodes=4)
     assert plan.chosen is None

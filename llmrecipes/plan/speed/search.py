@@ -28,6 +28,8 @@ from llmrecipes.recipe.sections.zero import Zero
 from llmrecipes.recipe.speedups.recompute import ALL_LAYERS, recomputation
 
 MOST_MICRO_BATCH = 8
+MOST_OF_ONE_RANK = 64
+"""Sequences of a micro-batch of a model that is not divided, which may be small."""
 MOST_PIPELINE = 64
 MOST_CONTEXT = 16
 ZERO = "zero"
@@ -164,7 +166,8 @@ def _all_degrees(recipe: Recipe, ranks: int, near: int, *, keep_recomputed: bool
                             "sequence_parallel": tensor > 1,
                             **cut,
                         }
-                        for micro in sorted({*powers(MOST_MICRO_BATCH), recipe.layout.micro_batch_size}):
+                        most = MOST_OF_ONE_RANK if dense == 1 else MOST_MICRO_BATCH
+                        for micro in sorted({*powers(most), recipe.layout.micro_batch_size}):
                             if (batch // (ranks // dense)) % micro:
                                 continue
                             for recomputed in recomputations:
