@@ -39,6 +39,10 @@ CONFIGS: dict[str, Any] = {
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=EXPERTS),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SIZES, **ROUTED, num_experts=EXPERTS, head_dim=16),
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(
+        **SIZES, **ROUTED, head_dim=32, attention_bias=True, use_qk_norm=True, first_k_dense_replace=1,
+        n_routed_experts=EXPERTS, n_shared_experts=1, routed_scaling_factor=2.5, num_nextn_predict_layers=0,
+    ),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
         **{**SIZES, "num_key_value_heads": 4}, **ROUTED, **LATENT, q_lora_rank=24, first_k_dense_replace=1,
         n_routed_experts=EXPERTS, n_shared_experts=1, n_group=2, topk_group=1, routed_scaling_factor=2.5,

@@ -31,7 +31,7 @@ CODE_BUDGET = {
     "files": 50,
     "foreign": 1629,
     "hardware": 1100,
-    "hf": 2160,
+    "hf": 2185,
     "launch": 3175,
     "models": 4120,
     "plan": 5462,

@@ -149,6 +149,16 @@ CASES = {
         },
         config={"mlp_only_layers": [1], "norm_topk_prob": False},
     ),
+    "glm-4.5": Case(
+        "glm4_moe",
+        {
+            **MIXTRAL, "moe_ffn_hidden_size": 48, "moe_layer_freq": [0, 1, 1], "qk_layernorm": True,
+            "moe_shared_expert_intermediate_size": 96, "moe_router_load_balancing_type": "none",
+            "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid", "add_qkv_bias": True,
+            "moe_router_topk_scaling_factor": 2.5, "rotary_percent": 0.5, "kv_channels": 24,
+        },
+        config={"first_k_dense_replace": 1, "n_shared_experts": 2},
+    ),
     "deepseek-v3": Case("deepseek_v3", DEEPSEEK, config={"first_k_dense_replace": 1, "n_shared_experts": 2}),
     "deepseek-v3, yarn": Case(
         "deepseek_v3",

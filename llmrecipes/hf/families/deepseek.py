@@ -7,6 +7,7 @@ with `use_mtp`; otherwise transformers leaves them out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from llmrecipes.hf.families.parts import (
@@ -58,8 +59,12 @@ class _Heads:
         return {}, []  # sizes of the latent attention are keys of their own
 
 
-class _Experts:
-    """The first layers are dense; shared experts are as wide as routed ones; groups of experts."""
+class Experts:
+    """The first layers are dense; shared experts are as wide as routed ones; groups of experts.
+
+    Args:
+        family: `model_type`.
+    """
 
     theirs = (
         "n_routed_experts", "num_local_experts", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group",
@@ -70,14 +75,18 @@ class _Experts:
         "moe_router_group_topk", "moe_router_topk_scaling_factor",
     )  # fmt: skip
 
+    def __init__(self, family: str) -> None:
+        self._family = family
+
     def config_of(self, model: Model) -> tuple[dict[str, Any], list[Unsupported]]:
+        """See `Special`."""
         if not model.num_moe_experts:
-            return {}, [Unsupported("model.num_moe_experts", None, "a model of type deepseek_v3 has experts")]
+            return {}, [Unsupported("model.num_moe_experts", None, f"a model of type {self._family} has experts")]
         obstacles = []
         pattern = moe_layers(model)
         dense = pattern.index(True) if True in pattern else len(pattern)
         if not all(pattern[dense:]):
-            rule = "after the first layer with experts, each layer of a model of type deepseek_v3 has them"
+            rule = f"after the first layer with experts, each layer of a model of type {self._family} has them"
             obstacles.append(Unsupported("model.moe_layer_freq", model.moe_layer_freq, rule))
         width = resolved(model)["moe_ffn_hidden_size"]
         shared, rest = divmod(model.moe_shared_expert_intermediate_size or 0, width)
@@ -101,6 +110,7 @@ class _Experts:
         }, obstacles
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
+        """See `Special`."""
         layers = config["num_hidden_layers"]
         dense = config["first_k_dense_replace"]
         groups, chosen, topk = (config[key] for key in ("n_group", "topk_group", "num_experts_per_tok"))
@@ -124,19 +134,21 @@ class _Experts:
         }, obstacles
 
 
-class _Predictions:
+class Predictions:
     """Layers of multi-token prediction; transformers assumes one where config.json has no number."""
 
     theirs = ("num_nextn_predict_layers", "num_mtp_layers")
     ours = ("mtp_num_layers",)
 
     def config_of(self, model: Model) -> tuple[dict[str, Any], list[Unsupported]]:
+        """See `Special`."""
         depths = model.mtp_num_layers or 0
         rule = "layers of multi-token prediction have experts"
         problems = [] if not depths or moe_layers(model)[-1] else [Unsupported("model.mtp_num_layers", depths, rule)]
         return {"num_nextn_predict_layers": depths}, problems
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
+        """See `Special`."""
         depths = config["num_nextn_predict_layers"]  # which transformers does not check
         if depths is not None and (type(depths) is not int or depths < 0):
             return {}, [Unsupported("num_nextn_predict_layers", depths, "it is a number of layers")]
@@ -154,6 +166,17 @@ def _unlike_two(groups: int, chosen: int, topk: int) -> str:
     return f"two experts of each chosen group, as transformers scores groups: half of moe_router_topk {topk}"
 
 
+EXPERTS = {
+    **GATED_MLP,
+    **in_layer(
+        {
+            "mlp.router.weight": (("mlp.gate.weight",), SAME),
+            "mlp.router.expert_bias": (("mlp.gate.e_score_correction_bias",), SAME),
+        }
+    ),
+    **gated(EXPERT, "mlp.experts.*."),
+    **gated("mlp.shared_experts.", "mlp.shared_experts."),
+}
 _TENSORS = {
     **AROUND,
     **NORMS,
@@ -172,30 +195,24 @@ _TENSORS = {
             }.items()
         }
     ),
-    **GATED_MLP,
-    **in_layer(
-        {
-            "mlp.router.weight": (("mlp.gate.weight",), SAME),
-            "mlp.router.expert_bias": (("mlp.gate.e_score_correction_bias",), SAME),
-        }
-    ),
-    **gated(EXPERT, "mlp.experts.*."),
-    **gated("mlp.shared_experts.", "mlp.shared_experts."),
+    **EXPERTS,
 }
-_PREDICTIONS = {
-    **{
-        f"{PREDICTIONS}*.transformer_layer.{name.removeprefix(LAYER)}": to
-        for name, to in _TENSORS.items()
-        if name.startswith(LAYER)
-    },
-    **{
-        f"{PREDICTIONS}*.{ours}.weight": To((f"{LAYERS}{theirs}.weight",))
-        for ours, theirs in {
-            "enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head.norm",
-        }.items()
-    },
-}  # fmt: skip
 
+
+def with_predictions(tensors: Mapping[str, To]) -> dict[str, To]:
+    """Tensors of layers, and those of multi-token prediction."""
+    inside = {
+        f"{PREDICTIONS}*.transformer_layer.{name.removeprefix(LAYER)}": to
+        for name, to in tensors.items()
+        if name.startswith(LAYER)
+    }
+    around = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head.norm"}
+    outside = {f"{PREDICTIONS}*.{ours}.weight": To((f"{LAYERS}{name}.weight",)) for ours, name in around.items()}
+    return {**tensors, **inside, **outside}
+
+
+SHARED = {EMBEDDING: f"{LAYERS}embed_tokens.weight", OUTPUT: f"{LAYERS}shared_head.head.weight"}
+"""Copies in each layer of multi-token prediction."""
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
@@ -232,14 +249,11 @@ DEEPSEEK_V3 = Family(
         Fixed("scoring_func", "sigmoid", unread=True),
         Fixed("topk_method", "noaux_tc", unread=True),
     ),
-    tensors={**_TENSORS, **_PREDICTIONS},
+    tensors=with_predictions(_TENSORS),
     # Sigmoid scores have no softmax.
     free=FREE_EXPERTS | {"moe_router_pre_softmax"},
     default_only=UNSUPPORTED | YARN | WINDOWS | {"num_query_groups", "kv_channels"},
-    specials=(_Heads(), Rope(latent=True), _Experts(), _Predictions()),
-    copies={
-        EMBEDDING: f"{LAYERS}embed_tokens.weight",
-        OUTPUT: f"{LAYERS}shared_head.head.weight",
-    },
+    specials=(_Heads(), Rope(latent=True), Experts("deepseek_v3"), Predictions()),
+    copies=SHARED,
     training_only=frozenset({"aux_loss_alpha", "ep_size", "seq_aux"}),
 )
