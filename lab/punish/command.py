@@ -10,6 +10,7 @@ import typer
 
 from llmrecipes.cli.shared_options import (
     DATA,
+    NO_OVERRIDES,
     RUNS,
     DataOption,
     JsonOption,
@@ -26,7 +27,7 @@ from llmrecipes.faults.signals import early_signals
 @early_signals()
 def punish(
     recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
+    overrides: OverridesArgument = NO_OVERRIDES,
     minutes: Annotated[float, typer.Option("--minutes", metavar="M", min=0, help="Inject faults for M minutes.")] = 5.0,
     seed: Annotated[int, typer.Option("--seed", metavar="S", help="Seed for choosing faults, ranks and times.")] = 0,
     every: Annotated[
@@ -61,7 +62,7 @@ def punish(
         print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
 
     setup_logging()
-    loaded = load(recipe, overrides or []).recipe
+    loaded = load(recipe, overrides).recipe
     pace = Pace(seed, None if once else minutes, every, save_interval)
     result = begin(loaded, Paths(runs_dir, data_dir), nproc, steps, pace, fault, say)
     if as_json:

@@ -15,6 +15,7 @@ from llmrecipes.cli import completion
 from llmrecipes.cli.quantizing import inference
 from llmrecipes.cli.shared_options import (
     DATA,
+    NO_OVERRIDES,
     DataOption,
     HostsOption,
     JsonOption,
@@ -31,6 +32,7 @@ from llmrecipes.units import GIB, KIB, MIB
 if TYPE_CHECKING:
     from llmrecipes.bench.fabric.transfers import Kind, Report, Transfer
     from llmrecipes.bench.results import CollectiveComparison, Collectives, RankSpeeds
+    from llmrecipes.hardware.profile import Profile
     from llmrecipes.recipe.schema import Recipe
 
 app = typer.Typer(
@@ -63,7 +65,7 @@ def collectives(
             autocompletion=completion.recipes,
         ),
     ] = None,
-    overrides: OverridesArgument = None,
+    overrides: OverridesArgument = NO_OVERRIDES,
     nproc: RanksOption = None,
     sizes: Annotated[
         str | None,
@@ -90,7 +92,7 @@ def collectives(
     as_json: JsonOption = False,
 ) -> None:
     """Measure the bus bandwidth of collectives."""
-    from llmrecipes.bench.results import Collectives, compare
+    from llmrecipes.bench.results import Collectives
     from llmrecipes.hardware.load import load_profile
     from llmrecipes.recipe.load import load
     from llmrecipes.workflow import bench
@@ -100,7 +102,7 @@ def collectives(
     if write is not None:
         bench.require_own(write)
     profile = None if cluster is None else load_profile(cluster)
-    loaded = load(recipe or "gpt-tiny", overrides or []).recipe
+    loaded = load(recipe or "gpt-tiny", overrides).recipe
     if profile is not None:
         bench.use_site(profile)
     wanted = bench.sizes(sizes or bench.default_sizes(profile))
@@ -110,13 +112,19 @@ def collectives(
     measured = Collectives.model_validate_json(answer)
     if write is not None and cluster is not None:
         bench.write_profile(cluster, measured.rows, write)
-    compared = None if profile is None else compare(measured, profile)
+    _print_collectives(measured, profile, write, as_json=as_json)
+
+
+def _print_collectives(measured: Collectives, profile: Profile | None, write: Path | None, *, as_json: bool) -> None:
+    from llmrecipes.bench.results import compare
+
+    compared = [] if profile is None else compare(measured, profile)
     if as_json:
-        rows = {} if compared is None else {"compared": [comparison.as_dict() for comparison in compared]}
-        print(json.dumps({**json.loads(answer), **rows}))
+        rows = {} if profile is None else {"compared": [comparison.as_dict() for comparison in compared]}
+        print(json.dumps({**measured.model_dump(mode="json"), **rows}))
         return
     show(*bandwidths(measured))
-    if profile is not None and compared is not None:
+    if profile is not None:
         print(comparison(profile.name, compared))
     if write is not None:
         print(f"written to {write}: --cluster {write}")
@@ -232,7 +240,7 @@ def machine(
 @app.command()
 def step(
     recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
+    overrides: OverridesArgument = NO_OVERRIDES,
     nproc: RanksOption = None,
     repeats: RepeatsOption = 5,
     as_json: JsonOption = False,
@@ -245,7 +253,7 @@ def step(
     from llmrecipes.plan.check import gib
     from llmrecipes.recipe.load import load
 
-    answer = _measure("step", load(recipe, overrides or []).recipe, DATA, repeats, nproc)
+    answer = _measure("step", load(recipe, overrides).recipe, DATA, repeats, nproc)
     if answer is None:
         return
     measured = StepTimes.model_validate_json(answer)
@@ -266,7 +274,7 @@ def step(
 @app.command()
 def data(
     recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
+    overrides: OverridesArgument = NO_OVERRIDES,
     nproc: RanksOption = None,
     repeats: RepeatsOption = 20,
     as_json: JsonOption = False,
@@ -276,7 +284,7 @@ def data(
     from llmrecipes.bench.results import LoaderReading
     from llmrecipes.recipe.load import load
 
-    answer = _measure("data", load(recipe, overrides or []).recipe, data_dir, repeats, nproc)
+    answer = _measure("data", load(recipe, overrides).recipe, data_dir, repeats, nproc)
     if answer is None:
         return
     reading = LoaderReading.model_validate_json(answer)

@@ -247,8 +247,6 @@ def _curves(title: str, curves: Sequence[Curve], axis: str, *, width: int, brail
 
 def _figures(runs: Sequence[ComparedRun]) -> Iterator[tuple[str, ...]]:
     """Rows of final figures, without those that no run has."""
-    from llmrecipes.tracking.energy import energy_rows
-
     shapes = {
         "loss": ("training loss, last", "{:.4f}"),
         "valid_loss": ("validation loss, last", "{:.4f}"),
@@ -266,6 +264,12 @@ def _figures(runs: Sequence[ComparedRun]) -> Iterator[tuple[str, ...]]:
     memory = [run.figures["memory_bytes"] for run in runs]
     if any(memory):
         yield ("memory, peak", *("-" if not size else f"{size / GIB:.1f} GiB" for size in memory))
+    yield from _energy(runs)
+
+
+def _energy(runs: Sequence[ComparedRun]) -> Iterator[tuple[str, ...]]:
+    from llmrecipes.tracking.energy import energy_rows
+
     rows = energy_rows([run.energy for run in runs], [run.figures["tokens"] or 0 for run in runs], "-")
     yield from (row for row in rows if any(cell != "-" for cell in row[1:]))
 

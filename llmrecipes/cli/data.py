@@ -6,16 +6,20 @@ import json
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmrecipes.cli.shared_options import DATA, DataOption, JsonOption, OverridesArgument, RecipeArgument
+from llmrecipes.cli.shared_options import DATA, NO_OVERRIDES, DataOption, JsonOption, OverridesArgument, RecipeArgument
 from llmrecipes.cli.tables import TextTable
 from llmrecipes.cli.tables import show as print_parts
 from llmrecipes.data.steps.split import SPLITS, Split
 from llmrecipes.errors import UserError
 from llmrecipes.redact import redact
+
+if TYPE_CHECKING:
+    from llmrecipes.data.folder.overview import ShownDocument
+    from llmrecipes.data.folder.prepared import Prepared
 
 app = typer.Typer(
     help="Show prepared documents and their statistics.",
@@ -41,7 +45,7 @@ def help_without_command(ctx: typer.Context) -> None:
 @app.command()
 def show(
     recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
+    overrides: OverridesArgument = NO_OVERRIDES,
     split: Annotated[str, typer.Option("--split", metavar="SPLIT", help="Show train, valid or test.")] = "train",
     documents: Annotated[int, typer.Option("--documents", metavar="N", min=1, help="Show N documents.")] = 3,
     tokens: Annotated[
@@ -54,14 +58,12 @@ def show(
     """Show random documents: text, tokens, which tokens count in the loss, and where documents end."""
     wanted = _split(split)
     _quietly()
-    from rich.text import Text
-
     from llmrecipes.console import console
-    from llmrecipes.data.folder.overview import random_documents, runs
+    from llmrecipes.data.folder.overview import random_documents
     from llmrecipes.data.folder.prepared import open_prepared
     from llmrecipes.recipe.load import load
 
-    prepared = open_prepared(load(recipe, overrides or []).recipe, data_dir)
+    prepared = open_prepared(load(recipe, overrides).recipe, data_dir)
     shown = list(random_documents(prepared, wanted, documents, seed))
     if as_json:
         print(json.dumps([asdict(document) for document in shown], indent=1))
@@ -69,29 +71,38 @@ def show(
     out = console()
     coloured = prepared.manifest.chat is not None and out.is_terminal and out.color_system is not None
     for document in shown:
-        every = document.tokens
-        counted = f"the loss counts {sum(token.loss for token in every):,}" + (", in colour" if coloured else "")
-        rearranged = f"; fill-in-the-middle: {_FIM[document.fim]}" if document.fim else ""
-        head = f"{document.source}, document {document.number:,} of {wanted}: {len(every):,} tokens"
-        print(f"{head}, of which {counted}{rearranged}")
-        if coloured:
-            pieces = [
-                (_visible(redact(text), keep="\n"), COUNTED if loss else "")
-                for loss, text in runs(prepared, every[:tokens])
-            ]
-            out.print(Text.assemble(*pieces), soft_wrap=True)
-        else:
-            for loss, group in groupby(every[:tokens], key=lambda token: token.loss):
-                parts = "|".join("END" if token.end else _visible(token.text) for token in group)
-                print(f"  {'loss   ' if loss else 'no loss'} {parts}")
-        if len(every) > tokens:
-            print(f"  … {len(every) - tokens:,} more tokens")
+        _print_document(document, prepared, wanted, tokens, coloured=coloured)
+
+
+def _print_document(document: ShownDocument, prepared: Prepared, split: str, tokens: int, *, coloured: bool) -> None:
+    from rich.text import Text
+
+    from llmrecipes.console import console
+    from llmrecipes.data.folder.overview import runs
+
+    every = document.tokens
+    counted = f"the loss counts {sum(token.loss for token in every):,}" + (", in colour" if coloured else "")
+    rearranged = f"; fill-in-the-middle: {_FIM[document.fim]}" if document.fim else ""
+    head = f"{document.source}, document {document.number:,} of {split}: {len(every):,} tokens"
+    print(f"{head}, of which {counted}{rearranged}")
+    if coloured:
+        pieces = [
+            (_visible(redact(text), keep="\n"), COUNTED if loss else "")
+            for loss, text in runs(prepared, every[:tokens])
+        ]
+        console().print(Text.assemble(*pieces), soft_wrap=True)
+    else:
+        for loss, group in groupby(every[:tokens], key=lambda token: token.loss):
+            parts = "|".join("END" if token.end else _visible(token.text) for token in group)
+            print(f"  {'loss   ' if loss else 'no loss'} {parts}")
+    if len(every) > tokens:
+        print(f"  … {len(every) - tokens:,} more tokens")
 
 
 @app.command()
 def stats(
     recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
+    overrides: OverridesArgument = NO_OVERRIDES,
     html: Annotated[
         Path | None,
         typer.Option("--html", metavar="FILE", help="Also write a page with plots, languages and domains to FILE."),
@@ -106,7 +117,7 @@ def stats(
     from llmrecipes.data.folder.prepared import open_prepared
     from llmrecipes.recipe.load import load
 
-    loaded = load(recipe, overrides or []).recipe
+    loaded = load(recipe, overrides).recipe
     prepared = open_prepared(loaded, data_dir)
     statistics = overview.stats(prepared)
     if html is not None:

@@ -14,6 +14,7 @@ import typer
 from llmrecipes.cli import completion
 from llmrecipes.cli.shared_options import (
     DATA,
+    NO_OVERRIDES,
     RUNS,
     DataOption,
     HostsOption,
@@ -29,6 +30,10 @@ from llmrecipes.launch.ranks import FIRST_PORT, port_of
 from llmrecipes.launch.rendezvous import job_hosts, own_number
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from llmrecipes.doctor.examine import DoctorContext
+    from llmrecipes.doctor.nodes import GatheredFindings
     from llmrecipes.recipe.schema import Recipe
 
 CRASHED = 70  # EX_SOFTWARE
@@ -45,7 +50,7 @@ def doctor(
             autocompletion=completion.recipes,
         ),
     ] = None,
-    overrides: OverridesArgument = None,
+    overrides: OverridesArgument = NO_OVERRIDES,
     cluster: Annotated[str | None, site_option("Check against this cluster profile.")] = None,
     nodes: HostsOption = None,
     run_id: Annotated[
@@ -85,63 +90,67 @@ def doctor(
     data_dir: DataOption = DATA,
 ) -> int:
     """Check a node, or all nodes of a job, and suggest fixes."""
-    from llmrecipes.doctor.doctor_log import keep
-    from llmrecipes.doctor.examine import DoctorContext, examine
-    from llmrecipes.doctor.nodes import GatheredFindings, NodeRendezvous, compared, meet
+    from llmrecipes.doctor.examine import DoctorContext
     from llmrecipes.hardware.load import load_profile
-    from llmrecipes.launch.rendezvous import token_of
-    from llmrecipes.plan.parameters import count
-    from llmrecipes.recipe.derived.shape import shape
     from llmrecipes.recipe.load import load
     from llmrecipes.runfiles import RunFiles
 
     profile = load_profile(cluster) if cluster else None
-    loaded = load(recipe, overrides or []).recipe if recipe else None
+    loaded = load(recipe, overrides).recipe if recipe else None
     if run_id is not None and _is_done(loaded, runs_dir, run_id):
         return int(ExitCode.DONE)
     hosts = job_hosts(nodes)
     own = _own(own_gpus)
     job = os.environ.get("SLURM_JOB_ID")
     port = port_of(job) if job else FIRST_PORT
-    parameters = count(loaded.model, shape(loaded.model)).total if loaded else 0
-    several = len(hosts) > 1
-    number = own_number(hosts) if several else 0
-    token = token_of(os.environ) if several else b""
+    number = own_number(hosts) if len(hosts) > 1 else 0
     # Pods of a Job only check their own node; Kubernetes numbers them.
     leads = number == 0 and os.environ.get("JOB_COMPLETION_INDEX", "0") == "0"
     try:
-        context = DoctorContext(profile, loaded, parameters, runs_dir, data_dir, port, several, leads, own)
-        findings = examine(context)
-        gathered = (
-            meet(NodeRendezvous(hosts, number, port, runs_dir, token, patience, _say), findings)
-            if several
-            else GatheredFindings(local := compared(findings), bad_nodes(local))
-        )
+        context = DoctorContext(profile, loaded, runs_dir, data_dir, port, len(hosts) > 1, leads, own)
+        gathered = _gathered(context, hosts, number, patience)
     except UserError:
         raise
     except Exception:
         traceback.print_exc()
         return CRASHED
-    bad = gathered.bad
-    code = 1 if bad else int(ExitCode.DONE)
-    if gathered.findings is None:
-        return code
-    findings = gathered.findings
-    if bad_nodes_file is not None:
-        bad_nodes_file.write_text(",".join(bad), "utf-8")
-    if record is None and run_id is not None and loaded is not None:
-        record = RunFiles.of(runs_dir, loaded.name, run_id).doctor
-    if record is not None and leads and (problem := keep(record, findings, bad)):
+    if gathered.findings is not None:
+        if record is None and run_id is not None and loaded is not None:
+            record = RunFiles.of(runs_dir, loaded.name, run_id).doctor
+        _keep(gathered.findings, gathered.bad, bad_nodes_file, record if leads else None)
+        _print(gathered.findings, gathered.bad, quiet=quiet, as_json=as_json)
+    return 1 if gathered.bad else int(ExitCode.DONE)
+
+
+def _gathered(context: DoctorContext, hosts: tuple[str, ...], number: int, patience: float) -> GatheredFindings:
+    """The findings of all nodes on the first one, and on the others which nodes are bad."""
+    from llmrecipes.doctor.examine import examine
+    from llmrecipes.doctor.nodes import GatheredFindings, NodeRendezvous, compared, meet
+    from llmrecipes.launch.rendezvous import token_of
+
+    findings = examine(context)
+    if len(hosts) > 1:
+        token = token_of(os.environ)
+        return meet(NodeRendezvous(hosts, number, context.port, context.runs_dir, token, patience, _say), findings)
+    local = compared(findings)
+    return GatheredFindings(local, bad_nodes(local))
+
+
+def _keep(findings: Sequence[Finding], bad: Sequence[str], bad_nodes: Path | None, record: Path | None) -> None:
+    from llmrecipes.doctor.doctor_log import keep
+
+    if bad_nodes is not None:
+        bad_nodes.write_text(",".join(bad), "utf-8")
+    if record is not None and (problem := keep(record, findings, bad)):
         _say(problem)
+
+
+def _print(findings: Sequence[Finding], bad: Sequence[str], *, quiet: bool, as_json: bool) -> None:
     if as_json:
-        print(
-            json.dumps(
-                {"ok": not bad, "bad_nodes": bad, "findings": [finding.as_dict() for finding in findings]}, indent=2
-            )
-        )
+        values = {"ok": not bad, "bad_nodes": bad, "findings": [finding.as_dict() for finding in findings]}
+        print(json.dumps(values, indent=2))
     else:
         print(as_text(findings, quiet))
-    return code
 
 
 def _say(line: str) -> None:
@@ -162,7 +171,7 @@ def _is_done(recipe: Recipe | None, runs_dir: Path, run_id: str) -> bool:
     return True
 
 
-def as_text(findings: list[Finding], quiet: bool) -> str:
+def as_text(findings: Sequence[Finding], quiet: bool) -> str:
     """Human-readable lines, node by node, problems with their fixes; nodes without any are left out if `quiet`."""
     several = len({finding.node for finding in findings}) > 1
     shown = [finding for finding in findings if not quiet or finding.status in ("warn", "fail")]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmrecipes.cli.shared_options import (
+    NO_OVERRIDES,
     RUNS,
     ClusterOption,
     JsonOption,
@@ -40,7 +41,7 @@ NOT_SHOWN = {
 
 def dryrun(
     recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
+    overrides: OverridesArgument = NO_OVERRIDES,
     cluster_name: ClusterOption = None,
     nodes: NodesOption = None,
     rank: Annotated[int | None, typer.Option("--rank", metavar="R", help="Measure this rank; default: 0.")] = None,
@@ -62,7 +63,7 @@ def dryrun(
     from llmrecipes.workflow.dryrun import dry_run
 
     result = dry_run(
-        load(recipe, overrides or []).recipe,
+        load(recipe, overrides).recipe,
         runs_dir,
         lambda line: print(line, file=sys.stderr),
         cluster=cluster_name,

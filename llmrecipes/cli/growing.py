@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmrecipes.cli import completion
-from llmrecipes.cli.shared_options import RUNS, JsonOption, NewRunIdOption, OverridesArgument, RunsOption, with_options
+from llmrecipes.cli.shared_options import (
+    NO_OVERRIDES,
+    RUNS,
+    JsonOption,
+    NewRunIdOption,
+    OverridesArgument,
+    RunsOption,
+    with_options,
+)
 from llmrecipes.faults.signals import early_signals
 
 if TYPE_CHECKING:
@@ -28,7 +36,7 @@ def grow(
         ),
     ],
     growth: Growth,
-    overrides: OverridesArgument = None,
+    overrides: OverridesArgument = NO_OVERRIDES,
     run_id: NewRunIdOption = None,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
@@ -45,7 +53,7 @@ def grow(
     from llmrecipes.tracking.progress import Counted
 
     setup_logging()
-    created = make(run, growth, overrides or [], runs_dir, checked_run_id(run_id), None if as_json else Counted())
+    created = make(run, growth, overrides, runs_dir, checked_run_id(run_id), None if as_json else Counted())
     if as_json:
         print(json.dumps(created.as_dict()))
         return

@@ -12,6 +12,7 @@ import typer
 from llmrecipes.cli import completion
 from llmrecipes.cli.shared_options import (
     DATA,
+    NO_OVERRIDES,
     RUNS,
     DataOption,
     JsonOption,
@@ -151,7 +152,7 @@ def import_model(
     source: Annotated[
         str, typer.Argument(metavar="MODEL", help="Folder with config.json and safetensors, or name on the Hub.")
     ],
-    overrides: OverridesArgument = None,
+    overrides: OverridesArgument = NO_OVERRIDES,
     of: Annotated[
         str,
         typer.Option(
@@ -191,14 +192,14 @@ def import_model(
     setup_logging()
     run_id = checked_run_id(run_id)
     if of != "hf":
-        _import_megatron(source, of, recipe, overrides or [], runs_dir, run_id, as_json=as_json)
+        _import_megatron(source, of, recipe, overrides, runs_dir, run_id, as_json=as_json)
         return
     if recipe is not None:
         raise UserError(
             recipe, where="--recipe", rule="with --from hf, config.json describes the model", fix="--from megatron"
         )
     created = make(
-        source, overrides or [], runs_dir, run_id, revision=revision, name=name, ignored=ignored or (),
+        source, overrides, runs_dir, run_id, revision=revision, name=name, ignored=ignored or (),
         progress=None if as_json else Counted(),
     )  # fmt: skip
     if as_json:
@@ -273,7 +274,7 @@ def finetune(
             autocompletion=completion.runs,
         ),
     ],
-    overrides: OverridesArgument = None,
+    overrides: OverridesArgument = NO_OVERRIDES,
     data: Annotated[
         str | None,
         typer.Option(
@@ -336,7 +337,7 @@ def finetune(
         raise UserError("not set", where="--data", rule="fine-tuning needs conversations", fix="--data chat.jsonl")
     if step is not None and step not in STEPS:
         raise UserError(f"{step!r}", where="--step", rule=f"one of {', '.join(STEPS)}")
-    request = Finetuning(model, data, out, lora, template, epochs, lr, revision, tuple(overrides or ()))
+    request = Finetuning(model, data, out, lora, template, epochs, lr, revision, tuple(overrides))
     paths = Paths(runs_dir, data_dir)
     if dry_run:
         for number, part in enumerate(steps(request, paths), 1):

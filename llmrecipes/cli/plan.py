@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from llmrecipes.cli import completion
-from llmrecipes.cli.shared_options import RUNS, ClusterOption, JsonOption, NodesOption, OverridesArgument, RunsOption
+from llmrecipes.cli.shared_options import (
+    NO_OVERRIDES,
+    RUNS,
+    ClusterOption,
+    JsonOption,
+    NodesOption,
+    OverridesArgument,
+    RunsOption,
+)
 from llmrecipes.cli.tables import show
 from llmrecipes.errors import UserError
 
@@ -36,7 +44,7 @@ def plan(
             autocompletion=completion.recipes,
         ),
     ] = None,
-    overrides: OverridesArgument = None,
+    overrides: OverridesArgument = NO_OVERRIDES,
     as_json: JsonOption = False,
     cluster_name: ClusterOption = None,
     nodes: NodesOption = None,
@@ -209,18 +217,18 @@ def plan(
             )
     counts = _counts(gpus, several=compare)
     if calibrate:
-        names = [*([] if recipe is None else [recipe]), *(overrides or [])]
+        names = [*([] if recipe is None else [recipe]), *overrides]
         _calibration(names, experiment, runs_dir, cluster_name, out, as_json=as_json)
         return 0
     if recipe is None:
         raise UserError("missing", where="RECIPE", fix="llmrecipes list")
     if compare:
         wanted = _wanted(loss, tokens, by, law, experiment)
-        _what_if(recipe, overrides or [], clusters, cluster_name, counts, prices, wanted, runs_dir, as_json=as_json)
+        _what_if(recipe, overrides, clusters, cluster_name, counts, prices, wanted, runs_dir, as_json=as_json)
         return 0
     number = counts[0] if counts else None
     if curve is not None:
-        points = workflow.scaling_curve(recipe, overrides or [], cluster_name, nodes, number, curve)
+        points = workflow.scaling_curve(recipe, overrides, cluster_name, nodes, number, curve)
         if as_json:
             print(json.dumps([point.as_dict() for point in points], indent=2))
         else:
@@ -228,7 +236,7 @@ def plan(
 
             show(*curve_lines(points), f"picture  {curve}")
         return 0
-    asked = _Asked(recipe, tuple(overrides or ()), cluster_name, nodes, number)
+    asked = _Asked(recipe, tuple(overrides), cluster_name, nodes, number)
     if placement:
         _placement(asked, stage, as_json=as_json)
         return 0
@@ -240,7 +248,7 @@ def plan(
     if not search:
         price = None if prices is None else usd(prices)
         try:
-            forecast = workflow.of_recipe(recipe, overrides or [], cluster_name, nodes, number, price)
+            forecast = workflow.of_recipe(recipe, overrides, cluster_name, nodes, number, price)
         except SpeedUnknownError:
             if as_json or price is not None or picture is not None:
                 raise
@@ -257,7 +265,7 @@ def plan(
         workflow.require_new(out)
     if sys.stderr.isatty():
         print("comparing layouts ...", file=sys.stderr)
-    listed = workflow.search(recipe, overrides or [], cluster_name, nodes, number, _SHOWN)
+    listed = workflow.search(recipe, overrides, cluster_name, nodes, number, _SHOWN)
     candidates: list[tuple[Candidate, LayoutDryRun | None]] = [(layout, None) for layout in listed]
     if dryrun:
         candidates = workflow.checked(listed, cluster_name, nodes, lambda line: print(line, file=sys.stderr))

@@ -9,6 +9,7 @@ import typer
 
 from llmrecipes.cli.shared_options import (
     DATA,
+    NO_OVERRIDES,
     RUNS,
     DataOption,
     JsonOption,
@@ -26,7 +27,7 @@ from llmrecipes.faults.signals import early_signals
 @early_signals()
 def precompute(
     recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
+    overrides: OverridesArgument = NO_OVERRIDES,
     nproc: RanksOption = None,
     nnodes: NodeCountOption = 1,
     node_rank: NodeRankOption = None,
@@ -49,7 +50,7 @@ def precompute(
     from llmrecipes.workflow.run import Paths
 
     here = node(nnodes, node_rank, rdzv, os.environ) if nnodes > 1 else None
-    resolved = load(recipe, overrides or []).recipe
+    resolved = load(recipe, overrides).recipe
     done = compute(resolved, Paths(runs_dir, data_dir), nproc, here, lambda line: typer.echo(line, err=as_json))
     if isinstance(done, int):
         return done

@@ -152,18 +152,23 @@ def forecast_text(forecast: Forecast) -> str:
          f"{duration(each['days'] * 86400)}; {each['layout']}")
         for each in values.get("stages", ())
     ]  # fmt: skip
-    if forecast.cost_usd is None:
-        lines.append(("cost", "unknown: --usd-per-gpu-hour, or costs.usd_per_gpu_hour of a profile"))
-    else:
-        price = forecast.cost_usd / forecast.gpu_hours
-        lines.append(("cost", f"{forecast.cost_usd:,.0f} USD at {price:,.4g} a GPU-hour"))
-    if forecast.energy_mwh is not None:
-        carbon = f", {forecast.co2_t:,.2f} t CO2" if forecast.co2_t is not None else ""
-        lines.append(("energy", f"{forecast.energy_mwh:,.2f} MWh{carbon}"))
+    lines += _costs(forecast)
     if forecast.saving is not None:
         lines += _saves(forecast, forecast.saving)
     lines += [("problem", problem) for problem in forecast.problems]
     return "\n".join(f"{name:19}{value}" for name, value in lines)
+
+
+def _costs(forecast: Forecast) -> Iterator[tuple[str, str]]:
+    """Money and energy of all steps."""
+    if forecast.cost_usd is None:
+        yield "cost", "unknown: --usd-per-gpu-hour, or costs.usd_per_gpu_hour of a profile"
+    else:
+        price = forecast.cost_usd / forecast.gpu_hours
+        yield "cost", f"{forecast.cost_usd:,.0f} USD at {price:,.4g} a GPU-hour"
+    if forecast.energy_mwh is not None:
+        carbon = f", {forecast.co2_t:,.2f} t CO2" if forecast.co2_t is not None else ""
+        yield "energy", f"{forecast.energy_mwh:,.2f} MWh{carbon}"
 
 
 def _saves(forecast: Forecast, saving: Saving) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ import typer
 
 from llmrecipes.cli.shared_options import (
     DATA,
+    NO_OVERRIDES,
     RUNS,
     DataOption,
     JsonOption,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 def prune(
     run: RunArgument,
     *,
-    overrides: OverridesArgument = None,
+    overrides: OverridesArgument = NO_OVERRIDES,
     options: PruneOptions,
     data: Annotated[
         str,
@@ -60,7 +61,7 @@ def prune(
         Run.find(run, runs_dir).path,
         options,
         PruningText(data, sequences),
-        overrides or [],
+        overrides,
         runs_dir,
         data_dir,
         run_id,

@@ -5,17 +5,24 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from llmrecipes.cli import completion, tables
-from llmrecipes.cli.shared_options import ClusterOption, JsonOption, NodesOption, OverridesArgument, RecipeArgument
+from llmrecipes.cli.shared_options import (
+    NO_OVERRIDES,
+    ClusterOption,
+    JsonOption,
+    NodesOption,
+    OverridesArgument,
+    RecipeArgument,
+)
 from llmrecipes.cli.tables import TextTable
 from llmrecipes.errors import UserError
 
 if TYPE_CHECKING:
-    from llmrecipes.workflow.new import Wanted
+    from llmrecipes.workflow.new import Made, Wanted
 
 
 def list_recipes(as_json: JsonOption = False) -> None:
@@ -31,7 +38,7 @@ def new(
         str | None,
         typer.Argument(metavar="NAME", help="Name of the recipe; without it, ask for all values on the terminal."),
     ] = None,
-    overrides: OverridesArgument = None,
+    overrides: OverridesArgument = NO_OVERRIDES,
     params: Annotated[
         str | None,
         typer.Option(
@@ -93,13 +100,12 @@ def new(
     Without NAME, it asks on the terminal. Layout, batch and recomputation are chosen so that it fits the machine.
     """
     from llmrecipes.commandline import command_line
-    from llmrecipes.console import number
-    from llmrecipes.plan.check import gib
     from llmrecipes.workflow.new import Wanted, amount, make, write
 
     if name is not None and "=" in name:  # the name may be left out with --from
-        overrides = [name, *(overrides or [])]
+        overrides = [name, *overrides]
         name = None
+    given = _Given(name, params, like, tuple(data or ()), tokenizer, seq_length, tokens, cluster_name, nodes)
     if name is None and source is None:
         if as_json or not sys.stdin.isatty():
             raise UserError(
@@ -108,30 +114,18 @@ def new(
                 rule="NAME is required unless run on a terminal",
                 fix="llmrecipes new NAME --params 1b",
             )
-        name = typer.prompt("Name of the recipe")
-        if params is None and like is None:
-            params = typer.prompt("Parameters of the model (350m, 1b, 7b)")
-        data = data or typer.prompt("Data: stdlib, jsonl:FILE, text:FOLDER or hub:NAME, separated by spaces").split()
-        tokenizer = tokenizer or typer.prompt("Tokenizer: bpe, or the name of a Hugging Face tokenizer", default="bpe")
-        seq_length = seq_length or typer.prompt("Tokens per sequence", default=2048, type=int)
-        tokens = tokens or typer.prompt("Tokens to train on (20b; auto: 20 per parameter)", default="auto")
-        named = cluster_name or typer.prompt(
-            "Cluster profile (llmrecipes clusters lists them; local: this machine)", default="local"
-        )
-        cluster_name = None if named == "local" else named
-        if cluster_name is not None and nodes is None:
-            nodes = typer.prompt("Nodes", default=1, type=int)
+        given = _ask(given)
     wanted = Wanted(
-        name=name or "",
-        params=None if params is None else amount(params, "--params"),
+        name=given.name or "",
+        params=None if given.params is None else amount(given.params, "--params"),
         like=like,
-        data=tuple(data or ()),
-        tokenizer=tokenizer,
-        seq_length=seq_length,
-        tokens=None if tokens in (None, "auto") else amount(str(tokens), "--tokens"),
-        cluster=cluster_name,
-        nodes=nodes,
-        overrides=tuple(overrides or ()),
+        data=given.data,
+        tokenizer=given.tokenizer,
+        seq_length=given.seq_length,
+        tokens=None if given.tokens in (None, "auto") else amount(str(given.tokens), "--tokens"),
+        cluster=given.cluster,
+        nodes=given.nodes,
+        overrides=tuple(overrides),
     )
     if source is not None:
         _translate(source, wanted, out, force=force, as_json=as_json)
@@ -144,6 +138,51 @@ def new(
         shown |= {"parameters": plan.num_parameters.total, "tokens": plan.total_tokens}
         print(json.dumps({**shown, "no_files": created.elsewhere}, indent=2))
         return
+    _print_made(created, path)
+    print(f"plan:  {command_line('plan', path, options={'cluster': given.cluster, 'nodes': given.nodes})}")
+
+
+class _Given(NamedTuple):
+    """Options of `new`, as they are written."""
+
+    name: str | None
+    params: str | None
+    like: str | None
+    data: tuple[str, ...]
+    tokenizer: str | None
+    seq_length: int | None
+    tokens: str | None
+    cluster: str | None
+    nodes: int | None
+
+
+def _ask(given: _Given) -> _Given:
+    """Ask on the terminal for what is not given."""
+    name = typer.prompt("Name of the recipe")
+    params = given.params
+    if params is None and given.like is None:
+        params = typer.prompt("Parameters of the model (350m, 1b, 7b)")
+    data = given.data or typer.prompt("Data: stdlib, jsonl:FILE, text:FOLDER or hub:NAME, separated by spaces").split()
+    tokenizer = given.tokenizer or typer.prompt(
+        "Tokenizer: bpe, or the name of a Hugging Face tokenizer", default="bpe"
+    )
+    seq_length = given.seq_length or typer.prompt("Tokens per sequence", default=2048, type=int)
+    tokens = given.tokens or typer.prompt("Tokens to train on (20b; auto: 20 per parameter)", default="auto")
+    named = given.cluster or typer.prompt(
+        "Cluster profile (llmrecipes clusters lists them; local: this machine)", default="local"
+    )
+    cluster = None if named == "local" else named
+    nodes = given.nodes
+    if cluster is not None and nodes is None:
+        nodes = typer.prompt("Nodes", default=1, type=int)
+    return _Given(name, params, given.like, tuple(data), tokenizer, seq_length, tokens, cluster, nodes)
+
+
+def _print_made(created: Made, path: Path) -> None:
+    from llmrecipes.console import number
+    from llmrecipes.plan.check import gib
+
+    plan = created.plan
     print(f"wrote  {path}: {number(plan.num_parameters.total)} parameters in the shape of {created.form}")
     steps = created.recipe.train.train_iters
     ranks = plan.world_size
@@ -154,7 +193,6 @@ def new(
         print(f"note   no files on this machine: {path_of_source}")
     memory = f"{gib(plan.largest.memory.total)} of {gib(plan.largest.memory_capacity_bytes)} a rank"
     print(f"plan   {'fits' if plan.fits else 'does NOT fit'}: {memory}")
-    print(f"plan:  {command_line('plan', path, options={'cluster': cluster_name, 'nodes': nodes})}")
 
 
 def _translate(source: Path, wanted: Wanted, out: Path, *, force: bool, as_json: bool) -> None:
@@ -177,12 +215,12 @@ def _translate(source: Path, wanted: Wanted, out: Path, *, force: bool, as_json:
     print(f"plan:  {command_line('plan', path, options={'cluster': wanted.cluster, 'nodes': wanted.nodes})}")
 
 
-def show(recipe: RecipeArgument, overrides: OverridesArgument = None, as_json: JsonOption = False) -> None:
+def show(recipe: RecipeArgument, overrides: OverridesArgument = NO_OVERRIDES, as_json: JsonOption = False) -> None:
     """Show a resolved recipe: every key with its value."""
     from llmrecipes.recipe.load import load, to_yaml
     from llmrecipes.recipe.rules.extra_rules import not_verified
 
-    loaded = load(recipe, overrides or [])
+    loaded = load(recipe, overrides)
     if as_json:
         print(json.dumps({"recipe": loaded.recipe.model_dump(mode="json"), "hash": loaded.hash}, indent=2))
     else:

@@ -10,6 +10,7 @@ import typer
 
 from llmrecipes.cli.shared_options import (
     DATA,
+    NO_OVERRIDES,
     RUNS,
     DataOption,
     JsonOption,
@@ -22,6 +23,7 @@ from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import early_signals
 
 if TYPE_CHECKING:
+    from llmrecipes.recipe.schema import Recipe
     from llmrecipes.search.command import SearchResult
 
 
@@ -32,7 +34,7 @@ OF_A_NUMBER = ("warning", "max-restarts")
 @early_signals()
 def search(
     recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
+    overrides: OverridesArgument = NO_OVERRIDES,
     workers: Annotated[int, typer.Option("--workers", metavar="N", min=1, help="Run N trials at a time.")] = 1,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume the study, or join other processes working on it.")
@@ -81,15 +83,19 @@ def search(
     setup_logging()
     if report and ui:
         raise UserError("set with --ui", where="--report", rule="use one of them at a time", fix="remove one of them")
-    changed = overrides or []
-    goal = load(recipe, changed).recipe
-    loaded = base_width(goal) if proxy else goal
+    changed = overrides
+
+    def recipes() -> tuple[Recipe, Recipe]:
+        """The recipe, and the one whose keys are searched."""
+        goal = load(recipe, changed).recipe
+        return goal, base_width(goal) if proxy else goal
+
+    goal, loaded = recipes()
     if resume or report:
         earlier = command.earlier_overrides(loaded, runs_dir)
         keys = {text.partition("=")[0] for text in changed}
         changed = [*(text for text in earlier if text.partition("=")[0] not in keys), *changed]
-        goal = load(recipe, changed).recipe
-        loaded = base_width(goal) if proxy else goal
+        goal, loaded = recipes()
     if ui:
         command.show(loaded, runs_dir, port)
         return 0

@@ -29,13 +29,15 @@ RecipeArgument = Annotated[
     ),
 ]
 OverridesArgument = Annotated[
-    list[str] | None,
+    list[str],
     typer.Argument(
         metavar="[KEY=VALUE]...",
         help="Override recipe keys, for example train.train_iters=50.",
         autocompletion=completion.overrides,
     ),
 ]
+NO_OVERRIDES: list[str] = []
+"""Of a command without any."""
 RunArgument = Annotated[
     str,
     typer.Argument(

@@ -14,6 +14,7 @@ import typer
 from llmrecipes.cli import completion
 from llmrecipes.cli.shared_options import (
     DATA,
+    NO_OVERRIDES,
     RUNS,
     DataOption,
     JsonOption,
@@ -39,7 +40,7 @@ LAST_LINES = 15
 @with_options(in_jobs=True, launcher_options=OPTIONS, options="launch.run_options.RunOptions")
 def submit(
     recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
+    overrides: OverridesArgument = NO_OVERRIDES,
     to: Annotated[
         str,
         typer.Option(
@@ -79,7 +80,7 @@ def submit(
     from llmrecipes.console import setup_logging
     from llmrecipes.launch.registry import launcher
     from llmrecipes.workflow.run import Paths
-    from llmrecipes.workflow.submit import plan_for, plan_on_this_machine, preview
+    from llmrecipes.workflow.submit import plan_for, plan_on_this_machine
     from llmrecipes.workflow.submit import submit as hand_over
 
     setup_logging()
@@ -88,20 +89,30 @@ def submit(
     if dry_run and wait:
         raise UserError("not valid with --dry-run", where="--wait", rule="a dry run submits nothing", fix="remove it")
     if cluster is None and not place.needs_cluster:
-        planned = plan_on_this_machine(recipe, overrides or [], nodes, ranks_per_node)
+        planned = plan_on_this_machine(recipe, overrides, nodes, ranks_per_node)
     else:
-        planned = plan_for(recipe, overrides or [], cluster, nodes, ranks_per_node)
+        planned = plan_for(recipe, overrides, cluster, nodes, ranks_per_node)
     done = hand_over(
         planned, place, {name: value for name, value in launcher_options.items() if name in place.takes},
         Paths(runs_dir, data_dir), run_id=run_id, options=options, dry_run=dry_run,
         prepare=True,
     )  # fmt: skip
-    if as_json:
-        result = None if done.job is None or not wait else _wait(done.job, _tell)
-        state = None if done.job is None else result.state if result else done.job.state
-        values = {**done.as_dict(state), "summary": preview(done).as_dict()}
-        print(json.dumps(values if result is None else {**values, "result": result.as_dict()}, indent=2))
-        return 0 if result is None else result.exit_code
+    return _as_json(done, wait) if as_json else _as_text(done, wait, dry_run)
+
+
+def _as_json(done: Submitted, wait: bool) -> int:
+    from llmrecipes.workflow.submit import preview
+
+    result = _wait(done.job, _tell) if wait and done.job is not None else None
+    state = None if done.job is None else result.state if result else done.job.state
+    values = {**done.as_dict(state), "summary": preview(done).as_dict()}
+    print(json.dumps(values if result is None else {**values, "result": result.as_dict()}, indent=2))
+    return 0 if result is None else result.exit_code
+
+
+def _as_text(done: Submitted, wait: bool, dry_run: bool) -> int:
+    from llmrecipes.workflow.submit import preview
+
     if done.job is None:
         print(done.rendering.shown, end="")
     else:

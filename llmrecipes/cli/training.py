@@ -15,6 +15,7 @@ import typer
 from llmrecipes.cli import completion
 from llmrecipes.cli.shared_options import (
     DATA,
+    NO_OVERRIDES,
     RUNS,
     DataOption,
     FirstStageOption,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 @with_options(options="launch.run_options.RunOptions")
 def train(
     recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
+    overrides: OverridesArgument = NO_OVERRIDES,
     nproc: RanksOption = None,
     run_id: RunIdOption = None,
     options: Any = None,
@@ -98,13 +99,13 @@ def train(
         join_seconds=join_seconds,
         run=options,
     )
-    return start(load(recipe, overrides or []).recipe, Paths(runs_dir, data_dir), train_options, _say)
+    return start(load(recipe, overrides).recipe, Paths(runs_dir, data_dir), train_options, _say)
 
 
 @early_signals()
 def prepare(
     recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
+    overrides: OverridesArgument = NO_OVERRIDES,
     verify: Annotated[
         bool,
         typer.Option(
@@ -137,7 +138,7 @@ def prepare(
 
     setup_logging()
     log = None if as_json else _say
-    prepared = make(load(recipe, overrides or []).recipe, data_dir, workers=workers, on=on, progress=log)
+    prepared = make(load(recipe, overrides).recipe, data_dir, workers=workers, on=on, progress=log)
     documents, copies = None, None
     if verify:
         from llmrecipes.data.folder.leaks import check_near_copies  # imports megatron-core
@@ -162,7 +163,7 @@ def prepare(
 @early_signals()
 def smoke(
     recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
+    overrides: OverridesArgument = NO_OVERRIDES,
     nproc: RanksOption = None,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
@@ -178,9 +179,7 @@ def smoke(
     from llmrecipes.workflow.smoke import smoke as rehearse
 
     setup_logging()
-    result = rehearse(
-        load(recipe, overrides or []).recipe, Paths(runs_dir, data_dir), nproc, _silent if as_json else _say
-    )
+    result = rehearse(load(recipe, overrides).recipe, Paths(runs_dir, data_dir), nproc, _silent if as_json else _say)
     print(json.dumps(result.as_dict(), indent=2) if as_json else result.as_text())
     return int(ExitCode.DONE if result.ok else 1)
 
@@ -188,7 +187,7 @@ def smoke(
 @early_signals()
 def lr_range(
     recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
+    overrides: OverridesArgument = NO_OVERRIDES,
     low: Annotated[float, typer.Option("--low", metavar="LR", help="Start at this learning rate.")] = 1e-6,
     high: Annotated[float, typer.Option("--high", metavar="LR", help="End at this learning rate.")] = 1.0,
     steps: Annotated[int, typer.Option("--steps", metavar="N", help="Train for N steps.")] = 100,
@@ -214,7 +213,7 @@ def lr_range(
 
         require_file(plot)
     setup_logging()
-    loaded = load(recipe, overrides or []).recipe
+    loaded = load(recipe, overrides).recipe
     log = _silent if as_json else _say
     result = workflow.lr_range(loaded, Paths(runs_dir, data_dir), low, high, steps, nproc, log)
     if plot is not None:
@@ -246,7 +245,7 @@ def lr_range_lines(result: LrRange) -> Iterator[str | Text]:
 @early_signals()
 def verify(
     recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
+    overrides: OverridesArgument = NO_OVERRIDES,
     iters: Annotated[int, typer.Option("--iters", metavar="N", min=1, help="Compare N steps.")] = 5,
     tolerance: Annotated[
         float, typer.Option("--tolerance", metavar="T", help="Accept relative differences up to T.")
@@ -273,7 +272,7 @@ def verify(
 
     setup_logging()
     options = VerifyOptions(iters, tolerance, nproc)
-    loaded = load(recipe, overrides or []).recipe
+    loaded = load(recipe, overrides).recipe
     if loaded.stages or stage is not None:
         loaded = as_run(stage_recipes(loaded)[0] if stage is None else stage_named(loaded, stage))
     answer = compare(loaded, Paths(runs_dir, data_dir), options, _silent if as_json else _say)
@@ -291,7 +290,7 @@ def verify(
 @early_signals()
 def coordinates(
     recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
+    overrides: OverridesArgument = NO_OVERRIDES,
     widths: Annotated[
         str, typer.Option("--widths", metavar="N,N,...", help="Compare these values of hidden_size.")
     ] = "64,128,256,512",
@@ -316,7 +315,7 @@ def coordinates(
     except ValueError:
         raise UserError(widths, where="--widths", rule="must be comma-separated integers", fix="64,128,256") from None
     measured = measure(
-        load(recipe, overrides or []).recipe, Paths(runs_dir, data_dir), chosen, iters, _silent if as_json else _say
+        load(recipe, overrides).recipe, Paths(runs_dir, data_dir), chosen, iters, _silent if as_json else _say
     )
     if as_json:
         print(json.dumps(measured.as_dict(), indent=2))
@@ -327,7 +326,7 @@ def coordinates(
 
 def upcycle(
     run: RunArgument,
-    overrides: OverridesArgument = None,
+    overrides: OverridesArgument = NO_OVERRIDES,
     run_id: NewRunIdOption = None,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
@@ -344,7 +343,7 @@ def upcycle(
 
     setup_logging()
     run_id = checked_run_id(run_id)
-    created = make(Run.find(run, runs_dir).path, overrides or [], runs_dir, run_id)
+    created = make(Run.find(run, runs_dir).path, overrides, runs_dir, run_id)
     if as_json:
         print(json.dumps(created.as_dict()))
         return
@@ -367,7 +366,7 @@ def convert(
             autocompletion=completion.engines,
         ),
     ],
-    overrides: OverridesArgument = None,
+    overrides: OverridesArgument = NO_OVERRIDES,
     run_id: NewRunIdOption = None,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
@@ -384,7 +383,7 @@ def convert(
 
     setup_logging()
     run_id = checked_run_id(run_id)
-    created = make(Run.find(run, runs_dir).path, to, overrides or [], runs_dir, run_id)
+    created = make(Run.find(run, runs_dir).path, to, overrides, runs_dir, run_id)
     if as_json:
         print(json.dumps(created.as_dict()))
         return

@@ -24,6 +24,8 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware import builds, nics
 from llmrecipes.hardware.builds import ASYNC_IO, CPU_ADAM, operator_obstacle
 from llmrecipes.hardware.profile import Profile
+from llmrecipes.plan.parameters import count
+from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.units import GIB, MIB
 
@@ -39,7 +41,6 @@ class DoctorContext:
     Args:
         profile: expected hardware; None: no expectation.
         recipe: checks its data and checkpoint size; None: neither.
-        parameters: of its model; 0 without a recipe.
         several: whether the run spans several nodes.
         leads: whether this node measures shared resources; thousands writing at once would measure each other.
         own_gpus: numbers of the job's GPUs on a shared node; None: all.
@@ -47,13 +48,17 @@ class DoctorContext:
 
     profile: Profile | None
     recipe: Recipe | None
-    parameters: int
     runs_dir: Path
     data_dir: Path
     port: int
     several: bool
     leads: bool
     own_gpus: frozenset[int] | None = None
+
+    @property
+    def parameters(self) -> int:
+        """How many the model has; 0 without a recipe."""
+        return 0 if self.recipe is None else count(self.recipe.model, shape(self.recipe.model)).total
 
 
 def examine(subject: DoctorContext) -> list[Finding]:
