@@ -12,9 +12,7 @@ from llmrecipes.commandline import DATA_DIR, DATA_VARIABLE, RUNS_DIR, RUNS_VARIA
 from llmrecipes.errors import UserError
 from llmrecipes.models.merge_options import MergeOptions
 from llmrecipes.options import takes
-from llmrecipes.plan.placement import Placement, place
-from llmrecipes.recipe.derived.degrees import least_ranks
-from llmrecipes.recipe.derived.stage_runs import stage_named, stage_recipes
+from llmrecipes.plan.placement import Placement
 from llmrecipes.recipe.schema import Recipe
 
 if TYPE_CHECKING:
@@ -111,12 +109,10 @@ def layout_recipe(
     Raises:
         UserError: the layout does not divide the ranks, or there is no such profile or stage.
     """
-    from llmrecipes.hardware.machine import planned
+    from llmrecipes.workflow.plan import placement
 
     loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    ranks = least_ranks(loaded) if nproc is None else nproc
-    laid_out = stage_recipes(loaded)[0] if stage is None else stage_named(loaded, stage)
-    return place(laid_out, ranks, None if cluster is None else planned(cluster, nodes, ranks))[1]
+    return placement(loaded, nproc, cluster, nodes, stage)[1]
 
 
 def prepare_recipe(

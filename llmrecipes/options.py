@@ -27,9 +27,11 @@ class Option:
     name: str | None = None
     """Without dashes; None: that of the field."""
     metavar: str | None = None
-    least: int | None = None
+    least: float | None = None
     read: Callable[[str], Any] | None = None
     """Parses what is written on the command line, such as 500MB, into the value; then `help` must name the default."""
+    also: str | None = None
+    """Another name."""
 
 
 @dataclass(frozen=True)

@@ -203,7 +203,8 @@ def _parameter(field: Field) -> Parameter:
     elif get_origin(kind) is tuple:
         kind = list[str] | None
         default = None
-    shown = typer.Option(word, help=option.help, metavar=option.metavar, min=least)
+    words = (word, f"--{option.also}") if option.also else (word,)
+    shown = typer.Option(*words, help=option.help, metavar=option.metavar, min=least)
     return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, shown])
 
 

@@ -12,9 +12,11 @@ from llmrecipes.hardware.profile import Profile
 from llmrecipes.packages import find_spec
 from llmrecipes.plan.communication import Communication, communication
 from llmrecipes.plan.derive import default_world_size
+from llmrecipes.plan.placement import Layout, Placement, place
 from llmrecipes.plan.run_plan import RunPlan, derive_run
 from llmrecipes.plan.speed.choice import choose
 from llmrecipes.recipe.derived.degrees import least_ranks
+from llmrecipes.recipe.derived.stage_runs import stage_named, stage_recipes
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.units import MIB
 
@@ -94,6 +96,19 @@ def plan_on(recipe: Recipe, *, nproc: int | None, cluster: str | None, nodes: in
     machine = planned(cluster, nodes, nproc or least_ranks(recipe))
     ranks = default_world_size(recipe, machine) if nproc is None else nproc
     return laid_out(recipe, ranks, machine, None if cluster is None else load_profile(cluster)), machine
+
+
+def placement(
+    recipe: Recipe, nproc: int | None, cluster: str | None, nodes: int | None, stage: str | None
+) -> tuple[Layout, tuple[Placement, ...]]:
+    """What each rank holds of model and data; see `api_commands.layout_recipe`.
+
+    Raises:
+        UserError: the layout does not divide the ranks, or there is no such profile or stage.
+    """
+    ranks = least_ranks(recipe) if nproc is None else nproc
+    of_stage = stage_recipes(recipe)[0] if stage is None else stage_named(recipe, stage)
+    return place(of_stage, ranks, None if cluster is None else planned(cluster, nodes, ranks))
 
 
 def laid_out(recipe: Recipe, ranks: int, machine: Cluster, profile: Profile | None) -> RunPlan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ Log = Callable[[str], None]
 
 def of_recipe(
     recipe: str,
-    overrides: list[str],
+    overrides: Sequence[str],
     cluster: str | None,
     nodes: int | None,
     gpus: int | None,
@@ -50,9 +50,11 @@ def of_recipe(
     """
     plan, _ = plan_on(load(recipe, overrides).recipe, nproc=gpus, cluster=cluster, nodes=nodes)
     predicted = replace(forecast_run(plan, None if cluster is None else load_profile(cluster)), chosen=plan.chosen)
-    if usd_per_gpu_hour is None:
-        return predicted
-    return replace(predicted, cost_usd=usd_per_gpu_hour * predicted.gpu_hours)
+    return _priced(predicted, usd_per_gpu_hour)
+
+
+def _priced(predicted: Forecast, price: float | None) -> Forecast:
+    return predicted if price is None else replace(predicted, cost_usd=price * predicted.gpu_hours)
 
 
 def seconds_of(plan: RunPlan, cluster: str | None) -> tuple[float, float] | None:
@@ -73,9 +75,18 @@ def record_of(plan: RunPlan, profile: Profile | None) -> dict[str, Any] | None:
 
 
 def search(
-    recipe: str, overrides: list[str], cluster: str | None, nodes: int | None, gpus: int | None, number: int
+    recipe: str,
+    overrides: Sequence[str],
+    cluster: str | None,
+    nodes: int | None,
+    gpus: int | None,
+    usd_per_gpu_hour: float | None,
+    number: int,
 ) -> list[Candidate]:
     """The fastest layouts of a recipe, best first.
+
+    Args:
+        usd_per_gpu_hour: as of `of_recipe`.
 
     Raises:
         UserError: as `of_recipe`; or no layout fits.
@@ -91,9 +102,9 @@ def search(
             rule="layouts are searched for GPUs only",
             fix="--cluster NAME; llmrecipes clusters lists them",
         )
-    return fastest(
-        loaded, machine, gpus or len(machine.gpus), None if cluster is None else load_profile(cluster), number
-    )
+    profile = None if cluster is None else load_profile(cluster)
+    found = fastest(loaded, machine, gpus or len(machine.gpus), profile, number)
+    return [replace(each, forecast=_priced(each.forecast, usd_per_gpu_hour)) for each in found]
 
 
 @dataclass(frozen=True)
@@ -220,7 +231,7 @@ def plot(prediction: Forecast, path: Path) -> None:
 
 
 def scaling_curve(
-    recipe: str, overrides: list[str], cluster: str | None, nodes: int | None, gpus: int | None, path: Path
+    recipe: str, overrides: Sequence[str], cluster: str | None, nodes: int | None, gpus: int | None, path: Path
 ) -> list[CurvePoint]:
     """Search 8 to 16,384 GPUs of a cluster, and draw strong and weak scaling.
 

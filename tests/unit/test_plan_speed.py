@@ -321,8 +321,9 @@ def test_a_plan_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
 def test_plan_searches_layouts_and_writes_the_fastest(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "wide.yaml"
     asked = ["plan", "gpt-7b", "--cluster", "h100-ib", "--nodes", "4"]
-    assert run([*asked, "--search", "--json", "--write", str(path)]) == 0
+    assert run([*asked, "--search", "--json", "--write", str(path), "--usd-per-gpu-hour", "3"]) == 0
     layouts = json.loads(capsys.readouterr().out)
+    assert all(each["cost_usd"] == pytest.approx(3 * each["gpu_hours"]) for each in layouts)
     speeds = [each["tokens_per_second_per_gpu"] for each in layouts]
     assert speeds == sorted(speeds, reverse=True) and all(each["fits"] for each in layouts)
     assert run(["plan", str(path), *asked[2:], "--json"]) == 0
@@ -480,7 +481,8 @@ def test_where_no_layout_fits_the_nodes_of_one_that_does_are_named() -> None:
     [
         (("gpt-tiny", "--cluster", "laptop", "--usd-per-gpu-hour", "1"), "--cluster"),
         (("gpt-1b", "--cluster", "h100-ib", "--usd-per-gpu-hour", "0"), "--usd-per-gpu-hour"),
-        (("gpt-1b", "--cluster", "h100-ib", "--usd-per-gpu-hour", "1", "--search"), "--usd-per-gpu-hour"),
+        (("gpt-1b", "--cluster", "h100-ib", "--usd-per-gpu-hour", "0", "--search"), "--usd-per-gpu-hour"),
+        (("gpt-1b", "--cluster", "h100-ib", "--usd-per-gpu-hour", "1", "--details"), "--usd-per-gpu-hour"),
         (("gpt-7b", "--cluster", "h100-ib", "--write", "x.yaml"), "--write"),
         (("llama3-405b", "--cluster", "h100-ib", "--nodes", "1", "--search"), "--search"),
         (("gpt-7b", "--cluster", "h100-ib", "--search", "--write", "my recipe.yaml"), "--write"),
