@@ -123,38 +123,14 @@ def gpu_variables(plan: RunPlan, gpu: str) -> dict[str, tuple[str, str]]:
         plan: its layout, layers and features decide.
         gpu: name in nvidia-smi.
     """
-    values = {
-        "CUDA_DEVICE_ORDER": ("PCI_BUS_ID", "nvidia-smi's order, used to bind ranks to the cores next to their GPU"),
-        "NCCL_DEBUG": ("WARN", "logs NCCL's warnings"),
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("1", "ends a rank when a collective fails"),
-        "TORCH_FR_BUFFER_SIZE": (str(FLIGHT_RECORDER_ENTRIES), "number of collectives in a dump after a timeout"),
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1", "writes a dump after a timeout"),
-        "PYTORCH_ALLOC_CONF": ("expandable_segments:True", "reduces memory fragmentation"),
-    }
-    together = [_shares_layers(stage) for stage in plan.stages]
-    if any(value(stage.features, "overlap_moe_expert_parallel_comm") for stage in plan.stages):
-        values["CUDA_DEVICE_MAX_CONNECTIONS"] = (
-            "32",
-            "expert communication and another micro-batch's kernels need separate queues; Megatron-Bridge sets it",
-        )
-    elif any(together):
-        blackwell = BLACKWELL & set(gpu.replace("-", " ").split())
-        values["CUDA_DEVICE_MAX_CONNECTIONS"] = (
-            "32" if blackwell else "1",
-            "a single queue runs kernels in launch order, which megatron-core's overlap of tensor and context "
-            "parallelism relies on (tensor_parallel/layers.py); not needed on Blackwell",
-        )
+    words = set(gpu.replace("-", " ").split())
+    values = dict(_ALWAYS) | _queues(plan, blackwell=bool(BLACKWELL & words))
     if plan.world_size > 1 and not any(stage.recipe.layout.high_priority_stream_groups for stage in plan.stages):
         values["TORCH_NCCL_HIGH_PRIORITY"] = (
             "1",
             "starts NCCL's kernels before queued computation; Megatron-Bridge sets it",
         )
-    hopper = HOPPER & set(gpu.replace("-", " ").split())
-    overlapped = any(
-        shared or stage.recipe.layout.overlap_grad_reduce or stage.recipe.layout.overlap_param_gather
-        for shared, stage in zip(together, plan.stages, strict=True)
-    )
-    if hopper and plan.largest.target.transformer_engine and overlapped:
+    if HOPPER & words and plan.largest.target.transformer_engine and any(map(_overlaps, plan.stages)):
         margin = (
             NORM_MARGIN,
             "multiprocessors that TransformerEngine's norms leave free for overlapped NCCL kernels; "
@@ -170,3 +146,39 @@ def gpu_variables(plan: RunPlan, gpu: str) -> dict[str, tuple[str, str]]:
         reason = "layout.deterministic_mode"
         values |= {name: (setting, reason) for name, setting in DETERMINISTIC.items()}
     return values
+
+
+_ALWAYS = {
+    "CUDA_DEVICE_ORDER": ("PCI_BUS_ID", "nvidia-smi's order, used to bind ranks to the cores next to their GPU"),
+    "NCCL_DEBUG": ("WARN", "logs NCCL's warnings"),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("1", "ends a rank when a collective fails"),
+    "TORCH_FR_BUFFER_SIZE": (str(FLIGHT_RECORDER_ENTRIES), "number of collectives in a dump after a timeout"),
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1", "writes a dump after a timeout"),
+    "PYTORCH_ALLOC_CONF": ("expandable_segments:True", "reduces memory fragmentation"),
+}
+
+
+def _queues(plan: RunPlan, *, blackwell: bool) -> dict[str, tuple[str, str]]:
+    """How many queues of kernels a GPU has, where features need a number."""
+    if any(value(stage.features, "overlap_moe_expert_parallel_comm") for stage in plan.stages):
+        return {
+            "CUDA_DEVICE_MAX_CONNECTIONS": (
+                "32",
+                "expert communication and another micro-batch's kernels need separate queues; Megatron-Bridge sets it",
+            )
+        }
+    if not any(map(_shares_layers, plan.stages)):
+        return {}
+    return {
+        "CUDA_DEVICE_MAX_CONNECTIONS": (
+            "32" if blackwell else "1",
+            "a single queue runs kernels in launch order, which megatron-core's overlap of tensor and context "
+            "parallelism relies on (tensor_parallel/layers.py); not needed on Blackwell",
+        )
+    }
+
+
+def _overlaps(stage: Plan) -> bool:
+    """Whether kernels run beside communication."""
+    layout = stage.recipe.layout
+    return _shares_layers(stage) or layout.overlap_grad_reduce or layout.overlap_param_gather

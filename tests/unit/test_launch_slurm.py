@@ -95,6 +95,24 @@ def test_every_option_of_slurm_reaches_sbatch() -> None:
     first = " ".join(prepare_command(request, planned.profile, options, SCRIPT))
     lost = {name for name, value in values.items() if str(value) not in (first if "prepare" in name else words)}
     assert not lost and "--nice=seen" in words
+    both = ("account", "qos", "time", "image", "python")
+    assert all(str(values[name]) in first for name in both) and "--nice=seen" in first
+
+
+@pytest.mark.parametrize("partition", [None, "cpu"])
+def test_the_job_that_tokenizes_gets_what_a_node_without_gpus_can_have(partition: str | None) -> None:
+    planned, runs = plan_for("gpt-7b", [], "h100-ib", 4), Path("/runs")
+    site = planned.profile.slurm.model_copy(
+        update={"qos": "gold", "time": "4:00:00", "cpu_partition": None, "sbatch": ("--comment=x", "--gpus-per-node=8")}
+    )
+    request = SlurmRequest(("gpt-7b",), "h100-ib", 4, "r", runs, Path("/data"), runs / "gpt-7b" / "r")
+    options = SlurmOptions(more=("--gres=gpu:8", "--mail-user=a", "--partition=big"), prepare_partition=partition)
+    profile = planned.profile.model_copy(update={"slurm": site})
+    words = set(prepare_command(request, profile, options, SCRIPT))
+    assert {"--comment=x", "--mail-user=a"} <= words
+    assert not {"--gpus-per-node=8", "--gres=gpu:8", "--partition=big"} & words
+    # Limits of the profile are those of its own partition.
+    assert ({"--qos=gold", "--time=4:00:00"} <= words) == (partition is None)
 
 
 def shell_words(text: str, folder: Path) -> list[str]:

@@ -330,22 +330,24 @@ def _privileged(spec: dict[str, Any]) -> Iterator[str]:
 
 def _baseline(spec: dict[str, Any]) -> Iterator[str]:
     """Further fields that `restricted` rejects."""
-    pod = spec.get("securityContext") or {}
     for volume in spec.get("volumes") or ():
         if kinds := volume.keys() - VOLUMES - {"name"}:
             yield f"{', '.join(sorted(kinds))} volume {volume['name']}"
-    for name, security in _containers(spec):
-        capabilities = security.get("capabilities") or {}
-        if security.get("allowPrivilegeEscalation") is not False:
-            yield f"allowPrivilegeEscalation of {name}"
-        if (
-            not security.get("runAsNonRoot", pod.get("runAsNonRoot"))
-            or security.get("runAsUser", pod.get("runAsUser")) == 0
-        ):
-            yield f"root in {name}"
-        if "ALL" not in (capabilities.get("drop") or ()):
-            yield f"capabilities of {name} that are not dropped"
-        if added := set(capabilities.get("add") or ()) - {"NET_BIND_SERVICE"}:
-            yield f"capability {', '.join(sorted(added))} of {name}"
-        if (security.get("seccompProfile") or pod.get("seccompProfile") or {}).get("type") not in PROFILES:
-            yield f"no seccomp profile of {name}"
+    pod = spec.get("securityContext") or {}
+    for name, own in _containers(spec):
+        yield from _container_baseline(name, pod | {key: value for key, value in own.items() if value is not None})
+
+
+def _container_baseline(name: str, security: dict[str, Any]) -> Iterator[str]:
+    """Of one container, whose fields come before those of the pod."""
+    capabilities = security.get("capabilities") or {}
+    if security.get("allowPrivilegeEscalation") is not False:
+        yield f"allowPrivilegeEscalation of {name}"
+    if not security.get("runAsNonRoot") or security.get("runAsUser") == 0:
+        yield f"root in {name}"
+    if "ALL" not in (capabilities.get("drop") or ()):
+        yield f"capabilities of {name} that are not dropped"
+    if added := set(capabilities.get("add") or ()) - {"NET_BIND_SERVICE"}:
+        yield f"capability {', '.join(sorted(added))} of {name}"
+    if (security.get("seccompProfile") or {}).get("type") not in PROFILES:
+        yield f"no seccomp profile of {name}"

@@ -73,27 +73,28 @@ def check(options: KubernetesOptions) -> None:
     """
     if options.flavor not in FLAVORS:
         raise UserError(f"{options.flavor!r}", where="--flavor", rule=f"one of {', '.join(FLAVORS)}")
-    if not IMAGE.fullmatch(options.image):
-        raise UserError(
-            f"{options.image!r}",
-            where="--image",
-            rule="must be NAME@sha256:DIGEST: a tag may point to another image by the time a pod restarts",
-            fix="docker buildx imagetools inspect IMAGE prints the digest",
-        )
-    for where, value in (("--namespace", options.namespace), ("--queue", options.queue)):
-        if value is not None and not LABEL.fullmatch(value):
-            raise UserError(f"{value!r}", where=where, rule="at most 63 lowercase letters, digits and dashes")
-    names = {
-        "--claim": options.claim,
-        "--service-account": options.service_account,
-        "--pull-secret": options.pull_secret,
-        **{f"--secret {variable}": secret.name for variable, secret in options.secrets.items()},
-    }
-    for where, value in names.items():
-        if value is not None and not SUBDOMAIN.fullmatch(value):
-            raise UserError(
-                f"{value!r}", where=where, rule="must be an object name: lowercase letters, digits, - and ."
-            )
+    label = "at most 63 lowercase letters, digits and dashes"
+    name = "must be an object name: lowercase letters, digits, - and ."
+    wanted: list[tuple[str, str | None, re.Pattern[str], str, str]] = [
+        (
+            "--image",
+            options.image,
+            IMAGE,
+            "must be NAME@sha256:DIGEST: a tag may point to another image by the time a pod restarts",
+            "docker buildx imagetools inspect IMAGE prints the digest",
+        ),
+        ("--namespace", options.namespace, LABEL, label, ""),
+        ("--queue", options.queue, LABEL, label, ""),
+        ("--claim", options.claim, SUBDOMAIN, name, ""),
+        ("--service-account", options.service_account, SUBDOMAIN, name, ""),
+        ("--pull-secret", options.pull_secret, SUBDOMAIN, name, ""),
+        *((f"--secret {key}", secret.name, SUBDOMAIN, name, "") for key, secret in options.secrets.items()),
+        ("--time", options.time, TIME, TIME_RULE, "--time 8:00:00"),
+        ("--topology", options.topology, NODE_LABEL, "must be the key of a node label", ""),
+    ]
+    for where, value, pattern, rule, fix in wanted:
+        if value is not None and not pattern.fullmatch(value):
+            raise UserError(f"{value!r}", where=where, rule=rule, fix=fix)
     for variable, secret in options.secrets.items():
         if not VARIABLE.fullmatch(variable) or not KEY.fullmatch(secret.key):
             raise UserError(
@@ -101,10 +102,6 @@ def check(options: KubernetesOptions) -> None:
                 where="--secret",
                 rule="must be VARIABLE=SECRET or VARIABLE=SECRET:KEY",
             )
-    if options.time is not None and not TIME.fullmatch(options.time):
-        raise UserError(f"{options.time!r}", where="--time", rule=TIME_RULE, fix="--time 8:00:00")
-    if options.topology is not None and not NODE_LABEL.fullmatch(options.topology):
-        raise UserError(f"{options.topology!r}", where="--topology", rule="must be the key of a node label")
     if options.topology is not None and options.queue is None:
         raise UserError(
             "set without --queue", where="--topology", rule="only Kueue places pods by topology", fix="--queue NAME"

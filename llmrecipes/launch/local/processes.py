@@ -198,22 +198,33 @@ def _wait(
                 code = waiting.pop(key.data).wait()
                 if code == 0 or first_failure:
                     continue
-                first_failure = code if code > 0 else 128 - code
-                if first_failure == ExitCode.REQUEUE:
+                if code == ExitCode.REQUEUE:
+                    first_failure = code
                     continue  # all have the stop signal, and exit by themselves
-                if grace is not None and -code in STOP_SIGNALS:
-                    # Every rank has handlers for these before any of them runs the first step.
-                    logger.warning("stopped before training began; nothing is lost, run the same command again")
-                    first_failure = int(ExitCode.REQUEUE)
-                elif key.data != first:
-                    log = _log(logs, key.data)
-                    logger.error("rank %s ended first, with code %d: see %s", key.data, first_failure, log)
-                elif code < 0:  # otherwise it has printed the reason itself
-                    logger.error("rank %s was killed by signal %d (%s)", first, -code, signal.strsignal(-code))
+                first_failure = _failure(code, None if key.data == first else _log(logs, key.data), key.data, grace)
                 # The others wait in a collective for the failed one.
                 for other in waiting.values():
                     other.kill()
     return first_failure
+
+
+def _failure(code: int, log: Path | None, rank: str, grace: Grace | None) -> int:
+    """The exit code for the first rank that failed, and a message about it.
+
+    Args:
+        code: of the rank; below 0 the signal that killed it.
+        log: its output, where that is not shown.
+    """
+    if grace is not None and -code in STOP_SIGNALS:
+        # Every rank has handlers for these before any of them runs the first step.
+        logger.warning("stopped before training began; nothing is lost, run the same command again")
+        return int(ExitCode.REQUEUE)
+    failure = code if code > 0 else 128 - code
+    if log is not None:
+        logger.error("rank %s ended first, with code %d: see %s", rank, failure, log)
+    elif code < 0:  # otherwise it has printed the reason itself
+        logger.error("rank %s was killed by signal %d (%s)", rank, -code, signal.strsignal(-code))
+    return failure
 
 
 def _end(waiting: dict[str, subprocess.Popen[bytes]], grace: Grace, newest_then: Path | None) -> int:

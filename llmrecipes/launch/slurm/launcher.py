@@ -171,17 +171,21 @@ def status_of(word: str, exit_code: str, reason: str = "", restarts: int = 0) ->
         return JobStatus(JobState.PENDING, reason=pending, restarts=restarts)
     if state in RUNNING:
         return JobStatus(JobState.RUNNING, restarts=restarts)
-    code, colon, number = exit_code.partition(":")
-    if not colon and code.isdecimal():
-        code, number = str(int(code) >> 8), str(int(code) & 0x7F)
-    # A job that was killed by a signal or by Slurm has no exit code.
-    by_signal = 128 + int(number) if number.isdecimal() and int(number) else 0
-    ended = (int(code) if code.isdecimal() else 0) or by_signal
+    ended = _exit_code(exit_code)
     if state == "FAILED" and ended:
         return replace(ended_with(ended), restarts=restarts)
     job_state = ENDED.get(state, JobState.FAILED)
     code_or_none = ended or (0 if job_state == JobState.COMPLETED else None)
     return JobStatus(job_state, code_or_none, "" if state in ENDED else state, restarts)
+
+
+def _exit_code(text: str) -> int:
+    """The exit code of a batch script, or 128 and its signal; 0 also for a job that Slurm has ended."""
+    code, colon, number = text.partition(":")
+    if not colon and code.isdecimal():
+        code, number = str(int(code) >> 8), str(int(code) & 0x7F)
+    signal = int(number) if number.isdecimal() else 0
+    return (int(code) if code.isdecimal() else 0) or (128 + signal if signal else 0)
 
 
 def _options_of(words: Sequence[str]) -> dict[str, str]:

@@ -102,13 +102,17 @@ def require_room(partitions: Sequence[SlurmPartition], wanted: WantedResources) 
         own = only.longest_time if only.default_time == "NONE" else only.default_time
         require_time(own, wanted.warning, f"the time limit of partition {only.name}")
     for entry in large:
-        if entry.most_nodes.isdecimal() and wanted.nodes > int(entry.most_nodes):
-            logger.warning(
-                "partition %s allows %s nodes a job, %d are requested", entry.name, entry.most_nodes, wanted.nodes
-            )
-        longest = limit_seconds(entry.longest_time)
-        limit = None if wanted.limit is None else limit_seconds(wanted.limit)
-        if longest is not None and limit is not None and limit > longest:
-            logger.warning(
-                "partition %s allows at most %s, the time limit is %s", entry.name, entry.longest_time, wanted.limit
-            )
+        _warn_of_limits(entry, wanted)
+
+
+def _warn_of_limits(partition: SlurmPartition, wanted: WantedResources) -> None:
+    if partition.most_nodes.isdecimal() and wanted.nodes > int(partition.most_nodes):
+        logger.warning(
+            "partition %s allows %s nodes a job, %d are requested", partition.name, partition.most_nodes, wanted.nodes
+        )
+    longest = limit_seconds(partition.longest_time)
+    limit = None if wanted.limit is None else limit_seconds(wanted.limit)
+    if longest is not None and limit is not None and limit > longest:
+        logger.warning(
+            "partition %s allows at most %s, the time limit is %s", partition.name, partition.longest_time, wanted.limit
+        )

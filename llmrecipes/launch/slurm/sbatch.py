@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,8 @@ SAFETY = 2.0
 RUNS = 5
 """Earlier runs of a recipe that are looked at, newest first."""
 GB = 1e9
+OF_GPU_NODES = ("gres", "gpu", "constraint", "nodelist", "nodefile", "partition", "switches", "segment", "dependency")
+"""Beginnings of further options of sbatch that are not for the nodes on which a job tokenizes."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +86,12 @@ def command(
     ranks_per_node = plan.world_size // request.nodes
     check(request, profile, options, ranks_per_node)
     site = profile.slurm
-    runtime = options.runtime or (site.container_runtime if options.image else "none")
     counts = elastic_nodes(plan.recipe, request.nodes, ranks_per_node)
     wanted = {
         "job-name": f"{plan.recipe.name}/{request.run_id}",
         "nodes": _node_counts(counts),
         "partition": options.partition or site.partition,
-        "account": options.account or site.account,
-        "qos": options.qos or site.qos,
-        "time": options.time or site.time,
+        **_charged(site, options),
         "gres": site.gres,
         "constraint": site.constraint,
         "switches": _switches(request.nodes, site),
@@ -101,11 +100,9 @@ def command(
         "signal": None if options.warning is None else f"B:USR1@{options.warning}",
         "output": _output(request, "slurm"),
     }
-    flags: dict[str, str | None] = {
+    flags = {
         "cluster": request.cluster,
-        "runtime": runtime,
-        "image": options.image,
-        "python": options.python,
+        **_started(site, options),
         "ranks-per-node": str(ranks_per_node),
         "run-id": request.run_id,
         "runs-dir": str(request.runs_dir),
@@ -122,11 +119,9 @@ def command(
         *site.sbatch,
         *options.more,
         str(script),
-        *(word for name, value in flags.items() if value is not None for word in (f"--{name}", value)),
+        *_flags(flags),
         *options.run.words("yes"),
-        *_mounts(profile, runtime),
-        *(word for line in site.setup for word in ("--setup", line)),
-        *request.asked,
+        *_inside(request, profile, options),
     )
 
 
@@ -138,32 +133,67 @@ def prepare_command(request: SlurmRequest, profile: Profile, options: SlurmOptio
         script: slurm/prepare.sbatch.
     """
     site = profile.slurm
-    runtime = options.runtime or (site.container_runtime if options.image else "none")
+    elsewhere = options.prepare_partition or site.cpu_partition
+    if elsewhere is not None:  # where limits of the profile's partition do not hold
+        site = site.model_copy(update={"qos": None, "time": None})
     wanted = {
         "job-name": f"{RunFiles(request.run_dir).recipe_name}/{request.run_id}-prepare",
-        "partition": options.prepare_partition or site.cpu_partition or options.partition or site.partition,
-        "account": options.account or site.account,
+        "partition": elsewhere or options.partition or site.partition,
+        **_charged(site, options),
         "mem": "0",
         "nodes": str(options.prepare_nodes) if options.prepare_nodes > 1 else None,
         "output": _output(request, "prepare"),
-    }
-    flags = {
-        "runtime": runtime,
-        "image": options.image,
-        "python": options.python,
-        "data-dir": str(request.data_dir),
     }
     return (
         "sbatch",
         "--parsable",
         "--exclusive",
         *(f"--{name}={value}" for name, value in wanted.items() if value is not None),
+        *(word for word in (*site.sbatch, *options.more) if not word[2:].partition("=")[0].startswith(OF_GPU_NODES)),
         str(script),
-        *(word for name, value in flags.items() if value is not None for word in (f"--{name}", value)),
-        *_mounts(profile, runtime),
-        *(word for line in site.setup for word in ("--setup", line)),
-        *request.asked,
+        *_flags({**_started(site, options), "data-dir": str(request.data_dir)}),
+        *_inside(request, profile, options),
     )
+
+
+def _charged(site: Slurm, options: SlurmOptions) -> dict[str, str | None]:
+    """What a job is charged to, and how long it may run."""
+    return {
+        "account": options.account or site.account,
+        "qos": options.qos or site.qos,
+        "time": options.time or site.time,
+    }
+
+
+def _runtime(site: Slurm, options: SlurmOptions) -> str:
+    return options.runtime or (site.container_runtime if options.image else "none")
+
+
+def _started(site: Slurm, options: SlurmOptions) -> dict[str, str | None]:
+    """Options of both batch scripts: how Python is started."""
+    return {
+        "runtime": _runtime(site, options),
+        "image": options.image,
+        "python": options.python,
+    }
+
+
+def _flags(values: Mapping[str, str | None]) -> Iterator[str]:
+    """Options of a batch script."""
+    for name, value in values.items():
+        if value is not None:
+            yield from (f"--{name}", value)
+
+
+def _inside(request: SlurmRequest, profile: Profile, options: SlurmOptions) -> Iterator[str]:
+    """The last options of both batch scripts: mounts and lines of the shell; and the recipe."""
+    site = profile.slurm
+    if _runtime(site, options) != "none":
+        for mount in site.mounts:
+            yield from ("--mount", mount if ":" in mount else f"{mount}:{mount}")
+    for line in site.setup:
+        yield from ("--setup", line)
+    yield from request.asked
 
 
 def after(words: Sequence[str], job: str) -> tuple[str, ...]:
@@ -203,10 +233,6 @@ def _output(request: SlurmRequest, name: str) -> str:
     return str(RunFiles(request.run_dir).logs / f"{name}-").replace("%", "%%") + "%j.out"
 
 
-def _mounts(profile: Profile, runtime: str) -> list[str]:
-    return [word for mount in profile.slurm.mounts for word in ("--mount", _mount(mount))] if runtime != "none" else []
-
-
 def _node_counts(counts: tuple[int, ...]) -> str:
     """The value of --nodes: a number, a range, or a list, which Slurm knows since 23.02."""
     if len(counts) > 1 and counts == tuple(range(counts[0], counts[-1] + 1)):
@@ -225,7 +251,3 @@ def _switches(nodes: int, site: Slurm) -> str | None:
 def _segment(nodes: int, segment: int) -> int:
     """The largest size up to `segment` that divides the number of nodes, as Slurm requires."""
     return next(size for size in range(min(nodes, segment), 0, -1) if nodes % size == 0)
-
-
-def _mount(mount: str) -> str:
-    return mount if ":" in mount else f"{mount}:{mount}"

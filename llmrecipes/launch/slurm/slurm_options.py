@@ -76,21 +76,7 @@ def check(request: SlurmRequest, profile: Profile, options: SlurmOptions, ranks_
             raise UserError(f"{value!r}", where=option, rule="only letters, digits and . _ : / @ = + , - are allowed")
     if options.time is not None and not TIME.fullmatch(options.time):
         raise UserError(f"{options.time!r}", where="--time", rule=TIME_RULE, fix="--time 8:00:00")
-    if options.runtime is not None and options.runtime not in RUNTIMES:
-        raise UserError(f"{options.runtime!r}", where="--runtime", rule=f"one of {', '.join(RUNTIMES)}")
-    runtime = options.runtime or profile.slurm.container_runtime
-    if options.runtime not in (None, "none") and not options.image:
-        raise UserError(f"{runtime} without an image", where="--runtime", fix="--image IMAGE, or --runtime none")
-    if options.image and runtime == "none":
-        raise UserError(
-            f"{options.image!r}, but cluster profile {profile.name} has no container runtime",
-            where="--image",
-            fix="--runtime pyxis or --runtime apptainer, if the site has it",
-        )
-    if options.image is not None and (options.image.startswith("-") or not _is_plain(options.image)):
-        raise UserError(f"{options.image!r}", where="--image", rule="must be one word of printable characters")
-    if options.image is not None:
-        _check_image(options.image, runtime)
+    _check_container(profile, options)
     for where, option in _sbatch_options(profile, options):
         _check_sbatch(where, option)
     _check_gpus(profile, options, request.nodes, ranks_per_node)
@@ -98,16 +84,41 @@ def check(request: SlurmRequest, profile: Profile, options: SlurmOptions, ranks_
         where, limit = time_limit(profile, options)
         require_time(limit, options.warning, where)
     for path in (request.runs_dir, request.data_dir):
-        if not str(path).isprintable() or "\\" in str(path):
-            raise UserError(
-                "not printable",
-                where=f"{str(path)!r}",
-                rule="paths in Slurm's --output must be printable and have no backslash",
-            )
-        if runtime != "none" and options.image and set(str(path)) & set(":,"):
-            raise UserError(
-                "cannot be mounted", where=str(path), rule="paths mounted into a container must not contain : or ,"
-            )
+        _check_path(path, mounted=bool(options.image))
+
+
+def _check_container(profile: Profile, options: SlurmOptions) -> None:
+    """Refuse an image or a runtime that cannot be used."""
+    runtime = options.runtime or profile.slurm.container_runtime
+    if options.runtime is not None and options.runtime not in RUNTIMES:
+        raise UserError(f"{options.runtime!r}", where="--runtime", rule=f"one of {', '.join(RUNTIMES)}")
+    if options.image is None:
+        if options.runtime not in (None, "none"):
+            raise UserError(f"{runtime} without an image", where="--runtime", fix="--image IMAGE, or --runtime none")
+        return
+    if runtime == "none":
+        raise UserError(
+            f"{options.image!r}, but cluster profile {profile.name} has no container runtime",
+            where="--image",
+            fix="--runtime pyxis or --runtime apptainer, if the site has it",
+        )
+    if options.image.startswith("-") or not _is_plain(options.image):
+        raise UserError(f"{options.image!r}", where="--image", rule="must be one word of printable characters")
+    _check_image(options.image, runtime)
+
+
+def _check_path(path: Path, *, mounted: bool) -> None:
+    """Refuse a folder that Slurm's --output, or a container, cannot name."""
+    if not str(path).isprintable() or "\\" in str(path):
+        raise UserError(
+            "not printable",
+            where=f"{str(path)!r}",
+            rule="paths in Slurm's --output must be printable and have no backslash",
+        )
+    if mounted and set(str(path)) & set(":,"):
+        raise UserError(
+            "cannot be mounted", where=str(path), rule="paths mounted into a container must not contain : or ,"
+        )
 
 
 REFUSED = {
