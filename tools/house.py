@@ -20,8 +20,8 @@ CODE_BUDGET = {
     ".": 1303,
     "bench": 867,
     "checkpoint": 1025,
-    "cli": 3660,
-    "data": 8005,
+    "cli": 3640,
+    "data": 8043,
     "diagnosis": 1016,
     "doctor": 1159,
     "dryrun": 600,
@@ -36,13 +36,13 @@ CODE_BUDGET = {
     "models": 4120,
     "plan": 5462,
     "recipe": 8890,
-    "report": 1838,
+    "report": 1824,
     "scaling": 400,
     "search": 2493,
     "tracking": 2539,
     "train": 2975,
     "verify": 650,
-    "workflow": 3660,
+    "workflow": 3676,
 }
 """Most lines of code of each package; `.` are the modules beside the packages. Whoever needs more removes something, or
 raises the number and says in the commit why."""

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from llmrecipes.data.folder.data_manifest import DataManifest, TokenizerRecord
+from llmrecipes.data.folder.data_manifest import Counts, DataManifest, TokenizerRecord
 from llmrecipes.data.steps.split import SPLITS
 
 NAME = "README.md"
@@ -23,21 +23,13 @@ def card(manifest: DataManifest) -> str:
     """
     data: dict[str, Any] = manifest.data
     total = [manifest.counts(split) for split in SPLITS]
-    sources = [
-        (
-            _code(s.label),
-            s.read,
-            sum(c.documents for c in s.splits.values()),
-            sum(c.tokens for c in s.splits.values()),
-            sum(c.bytes for c in s.splits.values()),
-        )
-        for s in manifest.sources
-    ]
+    sources = [(_code(source.label), source.read, *_sums(source.splits.values())) for source in manifest.sources]
+    documents, tokens, size = _sums(total)
     parts = [
         f"# Prepared data {manifest.fingerprint}",
-        f"{sum(c.documents for c in total):,} documents, {sum(c.tokens for c in total):,} tokens, "
-        f"{sum(c.bytes for c in total):,} bytes of text, written by `llmrecipes prepare`: token ids in megatron-core's "
-        "`.bin` and `.idx` files, for pretraining. `manifest.json` has the checksum of every file and all counts.",
+        f"{documents:,} documents, {tokens:,} tokens, {size:,} bytes of text, written by `llmrecipes prepare`: token "
+        "ids in megatron-core's `.bin` and `.idx` files, for pretraining. `manifest.json` has the checksum of every "
+        "file and all counts.",
         "## Sources",
         _table(("source", "documents read", "kept", "tokens", "bytes of text"), sources),
         "The licences and terms of the sources apply to these files too; `llmrecipes` does not know them.",
@@ -67,6 +59,12 @@ def card(manifest: DataManifest) -> str:
     origin = f"{_code(named)} from Hugging Face" if named else "a byte-level BPE trained on the training split"
     parts += ["## Tokenizer", f"{origin}: {record.vocab_size:,} ids, id {record.eod} ends a document{_begins(record)}."]
     return "\n\n".join(parts) + "\n"
+
+
+def _sums(counts: Iterable[Counts]) -> tuple[int, int, int]:
+    """Documents, tokens and bytes together."""
+    each = list(counts)
+    return sum(c.documents for c in each), sum(c.tokens for c in each), sum(c.bytes for c in each)
 
 
 def _begins(record: TokenizerRecord) -> str:

@@ -238,20 +238,7 @@ def collect(
     """
     shards = shards.used() or shards
     layout = read_layout(shards.joining)
-    tallies = [Tally() for _ in shards.every]
-    talks = [ChatCounts() for _ in shards.every] if shards.chat is not None else []
-    kept: dict[tuple[int, Split], Counter[str]] = {}
-    samples = DroppedSamples(shards.spec.steps)
-    for number, shard in enumerate(shards.joined[: len(layout.before)]):
-        counts = read_counts(shards, number)
-        tallies[shard.source].update(counts.tally)
-        if talks:
-            talks[shard.source] = talks[shard.source].with_more(counts.talks)
-        for split, each in counts.splits.items():
-            kept.setdefault((shard.source, split), Counter()).update(each.model_dump())
-        for reason, rule, excerpt in counts.samples:
-            samples.add(shard.source, Dropped(reason, rule, excerpt))
-    by_split = {key: Counts(**counts) for key, counts in kept.items()}
+    tallies, talks, by_split, samples = _counted(shards, len(layout.before))
     for number, source in enumerate(shards.every):
         require_readable(number, source, tallies[number], shards.spec.steps.max_unreadable)
     for file in sorted((shards.joining / JOINED).iterdir()):
@@ -276,6 +263,27 @@ def collect(
             log(line)
     samples.write(part / SAMPLES, [sources.label(source) for source in shards.every])
     return records, held_out, talks
+
+
+def _counted(
+    shards: Shards, joined: int
+) -> tuple[list[Tally], list[ChatCounts], dict[tuple[int, Split], Counts], DroppedSamples]:
+    """What the first joined shards have: read and dropped, and conversations (none of text), by source; kept by source
+    and split; examples of what was dropped."""
+    tallies = [Tally() for _ in shards.every]
+    talks = [ChatCounts() for _ in shards.every] if shards.chat is not None else []
+    kept: dict[tuple[int, Split], Counter[str]] = {}
+    samples = DroppedSamples(shards.spec.steps)
+    for number, shard in enumerate(shards.joined[:joined]):
+        counts = read_counts(shards, number)
+        tallies[shard.source].update(counts.tally)
+        if talks:
+            talks[shard.source] = talks[shard.source].with_more(counts.talks)
+        for split, each in counts.splits.items():
+            kept.setdefault((shard.source, split), Counter()).update(each.model_dump())
+        for reason, rule, excerpt in counts.samples:
+            samples.add(shard.source, Dropped(reason, rule, excerpt))
+    return tallies, talks, {key: Counts(**counts) for key, counts in kept.items()}, samples
 
 
 def _texts(part: Path, shards: Shards, layout: ShardOffsets) -> dict[Split, HeldOut]:

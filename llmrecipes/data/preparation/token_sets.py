@@ -327,7 +327,7 @@ def write_set(
     if not in_place:
         size = token_set.tokens * np.dtype(spec.dtype).itemsize / GIB
         log(f"{label(source)}: {token_set.dtype} ids are rewritten as {spec.dtype}, up to {size:,.1f} GiB")
-    began = reported = time.monotonic()
+    progress = _progress(label(source), token_set.tokens, log)
     with ExitStack() as stack:
         for start, ids in token_set.read(0, token_set.documents):
             if source.max_tokens is not None and tokens >= source.max_tokens:
@@ -363,15 +363,25 @@ def write_set(
                 linked[split].add(document, length, start)
             if split != "train":
                 add_text(split, text)
-            if (now := time.monotonic()) - reported > _REPORT_SECONDS:
-                reported = now
-                rate = (start + length) / (now - began)
-                left = duration((token_set.tokens - start - length) / rate)
-                log(f"{label(source)}: {start + length:,} of {token_set.tokens:,} tokens read; about {left} left")
+            progress(start + length)
         written: dict[Split, LinkedPart] | dict[Split, CopiedPart] = linked if in_place else copied
         for part in written.values():
             part.finish()
     return tally, {split: part.counts for split, part in written.items()}, in_place and bool(linked)
+
+
+def _progress(name: str, tokens: int, log: Callable[[str], None]) -> Callable[[int], None]:
+    """A function that takes how many tokens are read, and logs that from time to time."""
+    began = reported = time.monotonic()
+
+    def report(done: int) -> None:
+        nonlocal reported
+        if (now := time.monotonic()) - reported > _REPORT_SECONDS:
+            reported = now
+            left = duration((tokens - done) * (now - began) / done)
+            log(f"{name}: {done:,} of {tokens:,} tokens read; about {left} left")
+
+    return report
 
 
 def documents(source: AnyValidSource, spec: EncoderSpec) -> Iterator[tuple[np.ndarray, bytes, int]]:

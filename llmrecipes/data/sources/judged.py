@@ -6,6 +6,7 @@ two judgements that may differ, is not in such a set: it is refused, with what t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,3 +113,20 @@ def form_of(present: Sequence[str], where: str) -> Form | None:
                 fix=f"{decision}, and write them as prompt, chosen, rejected",
             )
     return matching[0] if matching else None
+
+
+_HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")
+
+
+def hh_turns(value: Any) -> Any:
+    """Messages of a conversation in the form of Anthropic's hh-rlhf; other values as they are."""
+    if not isinstance(value, str) or not value.startswith("\n\nHuman:"):
+        return value
+    _, *parts = _HH_TURN.split(value)
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [{"role": roles[who], "content": said} for who, said in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def as_message(role: str, value: Any) -> Any:
+    """A text as a message of a role; other values as they are."""
+    return [{"role": role, "content": value}] if isinstance(value, str) else value

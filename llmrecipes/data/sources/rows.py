@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Protocol
 
-from llmrecipes.data.sources.judged import Form, form_of
+from llmrecipes.data.sources.judged import Form, as_message, form_of, hh_turns
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Chat, Source
 from llmrecipes.recipe.sections.preference_section import Preference
@@ -198,21 +197,6 @@ PAIR_RULE = (
     "(data.chat.prompt_key), messages with a prompt of text or messages, or whole conversations as messages or as text "
     "of the form of hh-rlhf (\\n\\nHuman: … \\n\\nAssistant: …), which begin alike"
 )
-_HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")
-
-
-def _hh_turns(value: Any) -> Any:
-    """Messages of a conversation in the form of Anthropic's hh-rlhf; other values as they are."""
-    if not isinstance(value, str) or not value.startswith("\n\nHuman:"):
-        return value
-    _, *parts = _HH_TURN.split(value)
-    roles = {"Human": "user", "Assistant": "assistant"}
-    return [{"role": roles[who], "content": said} for who, said in zip(parts[::2], parts[1::2], strict=True)]
-
-
-def _message(role: str, value: Any) -> Any:
-    """A text as a message of a role; other values as they are."""
-    return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
 def _split_off(prompt: Turns, chosen: Turns, rejected: Turns) -> list[Turns]:
@@ -244,52 +228,59 @@ def turns(value: Any, column: str, where: str, *, filled: bool = False) -> Turns
         return []
     if not isinstance(value, list):
         raise _not_messages(f"{column!r} holds {type(value).__name__}, not a list", where)
-    messages = []
-    for number, message in enumerate(value):
-        name = f"message {number} of {column!r}"
-        if not isinstance(message, dict):
-            raise _not_messages(f"{name} is {_kind(message)}, not an object", where)
-        if "role" not in message and {"from", "value"} <= message.keys():
-            role = message["from"]
-            message = {**message, "role": SHARE_GPT.get(role, role), "content": message["value"]}
-        if uncounted := [key for key in UNCOUNTED if message.get(key) not in (None, 1)]:
-            raise UserError(
-                f"{name} has {uncounted[0]!r}: {message[uncounted[0]]!r}",
-                where=where,
-                rule="the loss counts every answer of a conversation alike",
-                fix="remove the key, or end the conversation before this message",
-            )
-        if unused := [key for key in SAYS_MORE if message.get(key)]:
-            raise UserError(
-                f"{name} has {unused[0]!r}",
-                where=where,
-                rule=f"of a message are read role, content, {', '.join((*READ_BY_TEMPLATES, *NAMES))}",
-                fix="write it into content as the model is to write it, or delete the row",
-            )
-        if message.get("channel") not in (None, "", "final"):
-            raise UserError(
-                f"{name} is in the channel {str(message['channel'])[:40]!r}",
-                where=where,
-                rule="only a message in the channel final is an answer",
-                fix=f"write reasoning into {REASONING[0]} of the answer, calls into {TOOL_CALLS}, or delete it",
-            )
-        if message.get(TOOL_CALLS) and message.get("content") is None:  # OpenAI's
-            message = {**message, "content": ""}
-        if missing := [key for key in ("role", "content") if key not in message]:
-            keys = ", ".join(map(repr, message)) or "none"
-            raise _not_messages(f"{name} has no {missing[0]!r}; its keys: {keys}", where)
-        fix = "fix or delete the row"
-        role, content = (text_of(message[key], f"{key!r} of {name}", where, fix) for key in ("role", "content"))
-        if role not in ROLES:
-            raise _not_messages(f"{name} has the role {role[:40]!r}", where)
-        turn: dict[str, Any] = {"role": role, "content": content}
-        for key in (*REASONING, *NAMES):
-            if message.get(key):
-                turn[key] = text_of(message[key], f"{key!r} of {name}", where, fix)
-        if message.get(TOOL_CALLS):
-            turn[TOOL_CALLS] = _calls(message[TOOL_CALLS], name, where, filled=filled)
-        messages.append(turn)
-    return messages
+    named = ((f"message {number} of {column!r}", message) for number, message in enumerate(value))
+    return [_turn(message, name, where, filled=filled) for name, message in named]
+
+
+def _turn(message: Any, name: str, where: str, *, filled: bool) -> dict[str, Any]:
+    """What is read of a message."""
+    if not isinstance(message, dict):
+        raise _not_messages(f"{name} is {_kind(message)}, not an object", where)
+    if "role" not in message and {"from", "value"} <= message.keys():
+        role = message["from"]
+        message = {**message, "role": SHARE_GPT.get(role, role), "content": message["value"]}
+    _require_read(message, name, where)
+    if message.get(TOOL_CALLS) and message.get("content") is None:  # OpenAI's
+        message = {**message, "content": ""}
+    if missing := [key for key in ("role", "content") if key not in message]:
+        keys = ", ".join(map(repr, message)) or "none"
+        raise _not_messages(f"{name} has no {missing[0]!r}; its keys: {keys}", where)
+    fix = "fix or delete the row"
+    role, content = (text_of(message[key], f"{key!r} of {name}", where, fix) for key in ("role", "content"))
+    if role not in ROLES:
+        raise _not_messages(f"{name} has the role {role[:40]!r}", where)
+    turn: dict[str, Any] = {"role": role, "content": content}
+    for key in (*REASONING, *NAMES):
+        if message.get(key):
+            turn[key] = text_of(message[key], f"{key!r} of {name}", where, fix)
+    if message.get(TOOL_CALLS):
+        turn[TOOL_CALLS] = _calls(message[TOOL_CALLS], name, where, filled=filled)
+    return turn
+
+
+def _require_read(message: Mapping[str, Any], name: str, where: str) -> None:
+    """Refuse a message with a key that changes its meaning and is not read."""
+    if uncounted := [key for key in UNCOUNTED if message.get(key) not in (None, 1)]:
+        raise UserError(
+            f"{name} has {uncounted[0]!r}: {message[uncounted[0]]!r}",
+            where=where,
+            rule="the loss counts every answer of a conversation alike",
+            fix="remove the key, or end the conversation before this message",
+        )
+    if unused := [key for key in SAYS_MORE if message.get(key)]:
+        raise UserError(
+            f"{name} has {unused[0]!r}",
+            where=where,
+            rule=f"of a message are read role, content, {', '.join((*READ_BY_TEMPLATES, *NAMES))}",
+            fix="write it into content as the model is to write it, or delete the row",
+        )
+    if message.get("channel") not in (None, "", "final"):
+        raise UserError(
+            f"{name} is in the channel {str(message['channel'])[:40]!r}",
+            where=where,
+            rule="only a message in the channel final is an answer",
+            fix=f"write reasoning into {REASONING[0]} of the answer, calls into {TOOL_CALLS}, or delete it",
+        )
 
 
 def _calls(value: Any, name: str, where: str, *, filled: bool) -> list[Any]:
@@ -365,35 +356,16 @@ class PairRows(Labelled):
         return self.with_label([key for key in (*self._keys, TOOLS, *SYSTEM) if key in present], present, where)
 
     def document(self, row: Mapping[str, Any], where: str) -> str | None:
-        keys = self._keys
-        if self._form is not None:
-            better = self._form.chosen_and_rejected(row, where)
-            if better is None:
-                return ""
-            keys = (self._form.prompt or keys[0], *better)
+        keys = self._columns(row, where)
+        if keys is None:
+            return ""
         asked, *answers = keys
         values = {key: row[key] for key in keys if key in row}
         if self._form is not None and self._form.prompt is not None:  # an answer to somebody, not a text continued
-            values = {key: _message("user" if key == asked else "assistant", value) for key, value in values.items()}
+            values = {key: as_message("user" if key == asked else "assistant", value) for key, value in values.items()}
         if None in values.values():
             return ""
-        values = {key: [value] if isinstance(value, dict) else value for key, value in values.items()}
-        if asked not in values:
-            values = {key: _hh_turns(value) for key, value in values.items()}
-        texts = [key for key, value in values.items() if isinstance(value, str)]
-        if texts == [*keys]:
-            parts = [self._text(value, key, where) for key, value in values.items()]
-        elif set(texts) & set(answers):
-            shapes = [f"{key!r} is {'text' if key in texts else 'messages'}" for key in values]
-            missing = [] if asked in values else [f"no {asked!r}"]
-            raise UserError(", ".join([*shapes, *missing]), where=where, rule=PAIR_RULE, fix="fix or delete the row")
-        else:
-            if asked in texts:
-                values[asked] = _message("user", values[asked])
-            parts = _split_off(*(turns(values.get(key, []), key, where, filled=self._filled) for key in keys))
-            if not (parts[0] or asked in values):
-                what = f"{answers[0]!r} and {answers[1]!r} begin differently, and there is no {asked!r}"
-                raise UserError(what, where=where, rule=PAIR_RULE, fix="fix or delete the row")
+        parts = self._parts(values, asked, answers, where)
         prompt, chosen, rejected = parts
         if chosen == rejected:
             raise UserError(
@@ -412,6 +384,34 @@ class PairRows(Labelled):
                 )
             prompt = [*system, *prompt]
         return pair(prompt, chosen, rejected, tools_of(row, where, filled=self._filled))
+
+    def _columns(self, row: Mapping[str, Any], where: str) -> tuple[str, str, str] | None:
+        """The columns of the prompt and of the better and the worse answer; None for a row without a pair."""
+        if self._form is None:
+            return self._keys
+        better = self._form.chosen_and_rejected(row, where)
+        return None if better is None else (self._form.prompt or self._keys[0], *better)
+
+    def _parts(self, values: dict[str, Any], asked: str, answers: list[str], where: str) -> list[Turns]:
+        """The messages of the prompt and of both answers."""
+        values = {key: [value] if isinstance(value, dict) else value for key, value in values.items()}
+        if asked not in values:
+            values = {key: hh_turns(value) for key, value in values.items()}
+        texts = [key for key, value in values.items() if isinstance(value, str)]
+        if texts == [asked, *answers]:
+            return [self._text(value, key, where) for key, value in values.items()]
+        if set(texts) & set(answers):
+            shapes = [f"{key!r} is {'text' if key in texts else 'messages'}" for key in values]
+            shapes += [f"no {asked!r}"] * (asked not in values)
+            raise UserError(", ".join(shapes), where=where, rule=PAIR_RULE, fix="fix or delete the row")
+        if asked in texts:
+            values[asked] = as_message("user", values[asked])
+        keys = (asked, *answers)
+        parts = _split_off(*(turns(values.get(key, []), key, where, filled=self._filled) for key in keys))
+        if not (parts[0] or asked in values):
+            what = f"{answers[0]!r} and {answers[1]!r} begin differently, and there is no {asked!r}"
+            raise UserError(what, where=where, rule=PAIR_RULE, fix="fix or delete the row")
+        return parts
 
     @staticmethod
     def _text(value: Any, column: str, where: str) -> Turns:

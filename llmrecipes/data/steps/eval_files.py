@@ -124,15 +124,20 @@ def _tasks(name: str, texts: dict[Path, str], seen: set[str]) -> Iterator[dict[s
         )
     for settings in matching:
         parts = settings.get("task")
-        if not isinstance(parts, list):
+        if isinstance(parts, list):
+            for part in parts:
+                yield from _part(part, settings, texts, seen)
+        else:
             yield settings
-            continue
-        for part in parts:
-            inner = part.get("task") if isinstance(part, dict) else part
-            if isinstance(inner, str) and not (isinstance(part, dict) and "dataset_path" in part):
-                yield from _tasks(inner, texts, seen)
-            elif isinstance(part, dict):
-                yield {**settings, **part}
+
+
+def _part(part: Any, settings: dict[str, Any], texts: dict[Path, str], seen: set[str]) -> Iterator[dict[str, Any]]:
+    """The settings of a part of a group: the name of a task, or settings that may have one."""
+    inner = part.get("task") if isinstance(part, dict) else part
+    if isinstance(inner, str) and not (isinstance(part, dict) and "dataset_path" in part):
+        yield from _tasks(inner, texts, seen)
+    elif isinstance(part, dict):
+        yield {**settings, **part}
 
 
 def _listed(value: Any) -> list[str]:

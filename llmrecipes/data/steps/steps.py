@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from llmrecipes.data.sources.rows import beside_content
 from llmrecipes.data.steps.kinds import script
@@ -236,48 +236,84 @@ def pipeline(spec: StepSpec) -> Callable[[str | None], Document | Dropped]:
     def run(text: str | None) -> Document | Dropped:
         if text is None:
             return Dropped(UNDECODABLE)
-        if isinstance(text, Unreadable):
-            return Dropped(UNREADABLE, excerpt=str(text))
-        if not text or text.isspace():
-            return Dropped(EMPTY)
-        changed: list[str] = []
-        language: tuple[str, ...] = ()
+        if dropped := _dropped_at_once(text):
+            return dropped
         messages = json.loads(text) if spec.chat and (steps or comparisons) else []
-        texts = before = [message["content"] for message in messages] if spec.chat else [text]
-        for name, step in steps:
-            result = step(texts)
-            its_language: str | None = getattr(step, "language", None)
-            if result is None or isinstance(result, str):
-                kinds = () if its_language is not None else (*_script_of(texts), *language)
-                return Dropped(name, result or "", _excerpt(texts), kinds)
-            if its_language is not None:
-                language = (its_language,)
-            if len(result) != len(before):
-                raise ValueError(f"{name}: {len(result)} texts of {len(before)}")
-            if result != texts:
-                changed.append(name)
-            texts = result
-        if steps and not any(text and not text.isspace() for text in texts):
-            return Dropped(EMPTY)
-        if changed:
-            contents = [message | {"content": each} for message, each in zip(messages, texts, strict=False)]
-            text = json.dumps(contents, ensure_ascii=False) if spec.chat else texts[0]
-        data = text.encode()
+        cleaned = _cleaned([message["content"] for message in messages] if spec.chat else [text], steps)
+        if isinstance(cleaned, Dropped):
+            return cleaned
+        texts, changed, language = cleaned
+        data = (_joined(messages, texts, chat=spec.chat) if changed else text).encode()
         identity = digest(data)
         split = spec.rule.of(identity)
-        compared = "\n".join([*texts, *beside_content(messages)]) if comparisons else ""
-        marks = tuple(comparison.mark(compared) for _, comparison in comparisons)
+        marks = _marks("\n".join([*texts, *beside_content(messages)]), comparisons) if comparisons else ()
         excerpt = _excerpt(texts) if marks else ""
         kinds = (*_script_of(texts), *language) if steps or marks else ()
-        for name, step in augmentations if split == "train" else ():
-            result = step(texts)
-            if result != texts and isinstance(result, list):
-                changed.append(name)
-                texts = result
-                data = result[0].encode()
+        texts, augmented = _augmented(texts, augmentations if split == "train" else [])
+        if augmented:
+            changed += augmented
+            data = texts[0].encode()
         return Document(data, identity, split, len(data), tuple(changed), marks, excerpt, kinds=kinds)
 
     return run
+
+
+def _dropped_at_once(text: str) -> Dropped | None:
+    """Why no step sees a document; None if they do."""
+    if isinstance(text, Unreadable):
+        return Dropped(UNREADABLE, excerpt=str(text))
+    return Dropped(EMPTY) if not text or text.isspace() else None
+
+
+class _Cleaned(NamedTuple):
+    """A document after the steps, the names of those that changed it, and its language where one of them tells."""
+
+    texts: list[str]
+    changed: list[str]
+    language: tuple[str, ...]
+
+
+def _cleaned(texts: list[str], steps: Sequence[tuple[str, Step]]) -> _Cleaned | Dropped:
+    before = len(texts)
+    changed: list[str] = []
+    language: tuple[str, ...] = ()
+    for name, step in steps:
+        result = step(texts)
+        its_language: str | None = getattr(step, "language", None)
+        if result is None or isinstance(result, str):
+            kinds = () if its_language is not None else (*_script_of(texts), *language)
+            return Dropped(name, result or "", _excerpt(texts), kinds)
+        if its_language is not None:
+            language = (its_language,)
+        if len(result) != before:
+            raise ValueError(f"{name}: {len(result)} texts of {before}")
+        if result != texts:
+            changed.append(name)
+        texts = result
+    if steps and not any(text and not text.isspace() for text in texts):
+        return Dropped(EMPTY)
+    return _Cleaned(texts, changed, language)
+
+
+def _marks(text: str, comparisons: Sequence[tuple[str, Comparison]]) -> tuple[Any, ...]:
+    return tuple(comparison.mark(text) for _, comparison in comparisons)
+
+
+def _joined(messages: list[dict[str, Any]], texts: list[str], *, chat: bool) -> str:
+    """The document with these texts."""
+    contents = [message | {"content": text} for message, text in zip(messages, texts, strict=False)]
+    return json.dumps(contents, ensure_ascii=False) if chat else texts[0]
+
+
+def _augmented(texts: list[str], augmentations: Sequence[tuple[str, Step]]) -> tuple[list[str], list[str]]:
+    """The texts, and the names of the steps that changed them."""
+    changed = []
+    for name, step in augmentations:
+        result = step(texts)
+        if result != texts and isinstance(result, list):
+            changed.append(name)
+            texts = result
+    return texts, changed
 
 
 def _script_of(texts: list[str]) -> tuple[str, ...]:

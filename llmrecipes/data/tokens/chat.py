@@ -260,6 +260,12 @@ class Conversations(Encoded):
         return dict(sum(map(Counter, self.tallies), Counter[str]()))
 
 
+def forged_tokens(backend: tokenizers.Tokenizer) -> re.Pattern[str]:
+    """What a message must not say: a name of a special token would become that token, and end a user's turn."""
+    special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
+    return re.compile("|".join(map(re.escape, special)) or "(?!)")
+
+
 def chat_encoder(tokenizer_json: str, dtype: str, spec: ChatSpec) -> Callable[[list[bytes]], Conversations]:
     """Make the function that turns conversations (`rows.conversation`) into ids.
 
@@ -269,12 +275,25 @@ def chat_encoder(tokenizer_json: str, dtype: str, spec: ChatSpec) -> Callable[[l
         spec: template and longest conversation.
     """
     backend = load(tokenizer_json, special_as_text=False)
-    # A name of a special token in a message would become that token: a user's text would end its turn.
-    special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
-    forged = re.compile("|".join(map(re.escape, special)) or "(?!)")
+    forged = forged_tokens(backend)
     # No token is longer, so a text of that many characters has more tokens than are kept; the rest is not tokenized.
     longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
     limit = max((spec.max_length + 1) * longest, _WHOLE)
+
+    def written(messages: list[dict[str, Any]], tally: Counter[str]) -> tuple[str, list[tuple[int, int]] | None]:
+        """The text of a conversation, and where its answers are; None for one that is dropped."""
+        tools = messages[0].pop(TOOLS, [])
+        if any(forged.search(said) for said in strings([messages, tools])):
+            tally[FORGED] += 1
+            return "", None
+        if not any(_answers(message) for message in messages):
+            tally[UNANSWERED] += 1
+            return "", None
+        spec.template.require_reads(messages, tools)
+        text, spans = spec.template.spans(messages, limit, tools)
+        if len(text) <= limit:  # else some spans may be missing
+            _require_calls(messages, "".join(text[start:end] for start, end in spans))
+        return text, spans
 
     def encode(documents: list[bytes]) -> Conversations:
         tallies: list[Counter[str]] = [Counter() for _ in documents]
@@ -283,23 +302,14 @@ def chat_encoder(tokenizer_json: str, dtype: str, spec: ChatSpec) -> Callable[[l
         refusal = ""
         for document, tally in zip(documents, tallies, strict=True):
             messages = json.loads(document)
-            tools = messages[0].pop(TOOLS, [])
             text, spans = "", None
-            if any(forged.search(said) for said in strings([messages, tools])):
-                tally[FORGED] += 1
-            elif not any(_answers(message) for message in messages):
-                tally[UNANSWERED] += 1
-            else:
-                try:
-                    spec.template.require_reads(messages, tools)
-                    text, spans = spec.template.spans(messages, limit, tools)
-                    if len(text) <= limit:  # else some spans may be missing
-                        _require_calls(messages, "".join(text[start:end] for start, end in spans))
-                except UserError:
-                    raise
-                except Exception as error:  # of the template, which may raise anything
-                    tally[REJECTED] += 1
-                    refusal = refusal or reason(error)
+            try:
+                text, spans = written(messages, tally)
+            except UserError:
+                raise
+            except Exception as error:  # of the template, which may raise anything
+                tally[REJECTED] += 1
+                refusal = refusal or reason(error)
             texts.append(text[:limit])
             all_spans.append(spans)
         lengths: list[int] = []

@@ -161,7 +161,6 @@ class Gigatoken:
 def _refusal(config: dict[str, Any]) -> str:
     """Which setting of a `tokenizer.json` gigatoken does not have, or has without asking; empty if there is none."""
     model = config["model"]
-    before = config["pre_tokenizer"] or {"type": "none"}
     normalizer = config["normalizer"]
     if model["type"] != "BPE" or model.get("byte_fallback"):
         return f"the model is {'a BPE of characters' if model['type'] == 'BPE' else model['type']}"
@@ -173,6 +172,11 @@ def _refusal(config: dict[str, Any]) -> str:
             return f"the tokenizer has {key}"
     if normalizer is not None and normalizer["type"] != "NFC":
         return f"the normalizer is {normalizer['type']}"
+    return _refused_split(config["pre_tokenizer"] or {"type": "none"})
+
+
+def _refused_split(before: dict[str, Any]) -> str:
+    """Which setting of a pre-tokenizer it does not have."""
     parts = before["pretokenizers"] if before["type"] == "Sequence" else [before]
     *splits, last = parts
     if last["type"] != "ByteLevel":

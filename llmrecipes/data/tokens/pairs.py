@@ -8,7 +8,6 @@ the prompt without an answer differ from those with one.
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -24,6 +23,7 @@ from llmrecipes.data.tokens.chat import (
     Conversations,
     Messages,
     Tools,
+    forged_tokens,
     reason,
     render,
     strings,
@@ -51,8 +51,7 @@ def pair_encoder(
         prefix: ids before the prompt of a pair of texts; templates begin messages themselves.
     """
     backend = load(tokenizer_json, special_as_text=False)
-    special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
-    forged = re.compile("|".join(map(re.escape, special)) or "(?!)")
+    forged = forged_tokens(backend)
 
     def ids_of(messages: Messages, tools: Tools, *, prompt: bool) -> list[int]:
         if not messages or messages[0]["role"]:
@@ -67,21 +66,13 @@ def pair_encoder(
         if any(forged.search(said) for said in strings([messages, tools])):
             tally[FORGED] += 1
             return None
-        parts: dict[str, Messages] = {PROMPT: [], CHOSEN: [], REJECTED: []}
-        for message in messages:
-            parts[message.pop("part")].append(message)
+        parts = _by_part(messages)
         question = parts[PROMPT]
         prompt = ids_of(question, tools, prompt=True)
         both = [ids_of([*question, *parts[part]], tools, prompt=False) for part in (CHOSEN, REJECTED)]
         asked = min(common(prompt, answer) for answer in both)
         if asked >= spec.max_length and spec.truncate:
-            start = question[0]["content"][:SHOWN] if question else ""
-            raise UserError(
-                f"a prompt has {asked:,} tokens: {start!r}",
-                where="data.chat.max_length",
-                rule=f"prompt and answer together have at most {spec.max_length:,} tokens",
-                fix="raise model.seq_length, or set data.chat.overlong=drop",
-            )
+            raise _too_long(question, asked, spec.max_length)
         beyond = [max(0, len(answer) - spec.max_length) for answer in both]
         if any(beyond) and not spec.truncate:
             tally[LONG] += 1
@@ -116,3 +107,20 @@ def pair_encoder(
         return Conversations(b"".join(ids), lengths, b"".join(answers), [dict(tally) for tally in tallies], refusal)
 
     return encode
+
+
+def _by_part(messages: Messages) -> dict[str, Messages]:
+    parts: dict[str, Messages] = {PROMPT: [], CHOSEN: [], REJECTED: []}
+    for message in messages:
+        parts[message.pop("part")].append(message)
+    return parts
+
+
+def _too_long(prompt: Messages, tokens: int, most: int) -> UserError:
+    start = prompt[0]["content"][:SHOWN] if prompt else ""
+    return UserError(
+        f"a prompt has {tokens:,} tokens: {start!r}",
+        where="data.chat.max_length",
+        rule=f"prompt and answer together have at most {most:,} tokens",
+        fix="raise model.seq_length, or set data.chat.overlong=drop",
+    )
