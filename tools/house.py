@@ -32,7 +32,7 @@ CODE_BUDGET = {
     "foreign": 1629,
     "hardware": 1100,
     "hf": 2185,
-    "launch": 3175,
+    "launch": 3193,
     "models": 4120,
     "plan": 5462,
     "recipe": 8890,
@@ -42,7 +42,7 @@ CODE_BUDGET = {
     "tracking": 2539,
     "train": 2975,
     "verify": 650,
-    "workflow": 3676,
+    "workflow": 3680,
 }
 """Most lines of code of each package; `.` are the modules beside the packages. Whoever needs more removes something, or
 raises the number and says in the commit why."""

@@ -247,31 +247,14 @@ def _curves(title: str, curves: Sequence[Curve], axis: str, *, width: int, brail
 
 def _figures(runs: Sequence[ComparedRun]) -> Iterator[tuple[str, ...]]:
     """Rows of final figures, without those that no run has."""
-    shapes = {
-        "loss": ("training loss, last", "{:.4f}"),
-        "valid_loss": ("validation loss, last", "{:.4f}"),
-        "valid_loss_best": ("validation loss, best", "{:.4f}"),
-        "bits_per_byte": ("bits per byte, last", "{:.4f}"),
-        "tokens_per_second": ("tokens/s, median", "{:,.0f}"),
-        "step_seconds": ("seconds a step, median", "{:.3g}"),
-        "mfu": ("MFU, median", "{:.1%}"),
-    }
-    yield ("tokens", *(number(run.figures["tokens"] or 0) for run in runs))
-    for key, (words, shape) in shapes.items():
-        values = [run.figures[key] for run in runs]
-        if any(value is not None for value in values):
-            yield (words, *("-" if value is None else shape.format(value) for value in values))
+    from llmrecipes.tracking.energy import energy_rows
+    from llmrecipes.workflow.compare import figure_rows
+
+    yield from figure_rows(runs, "-")
     memory = [run.figures["memory_bytes"] for run in runs]
     if any(memory):
         yield ("memory, peak", *("-" if not size else f"{size / GIB:.1f} GiB" for size in memory))
-    yield from _energy(runs)
-
-
-def _energy(runs: Sequence[ComparedRun]) -> Iterator[tuple[str, ...]]:
-    from llmrecipes.tracking.energy import energy_rows
-
-    rows = energy_rows([run.energy for run in runs], [run.figures["tokens"] or 0 for run in runs], "-")
-    yield from (row for row in rows if any(cell != "-" for cell in row[1:]))
+    yield from energy_rows([run.energy for run in runs], [run.figures["tokens"] or 0 for run in runs], "-")
 
 
 def _value(value: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from llmrecipes import webpage
-from llmrecipes.console import duration, number
+from llmrecipes.console import duration
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.profile import Costs
 from llmrecipes.report import charts, run_page, training_sections
@@ -23,20 +23,9 @@ from llmrecipes.report.starts import CAUSES
 from llmrecipes.rundir import Run
 from llmrecipes.tracking.energy import energy_rows
 from llmrecipes.units import GIB, gib
-from llmrecipes.workflow.compare import Curve, RunComparison, compare
+from llmrecipes.workflow.compare import Curve, RunComparison, compare, figure_rows
 
 BATCH_KEYS = ("train.global_batch_size", "model.seq_length")
-FIGURES = {
-    "loss": ("training loss, last", "{:.4f}"),
-    "valid_loss": ("validation loss, last", "{:.4f}"),
-    "valid_loss_best": ("validation loss, best", "{:.4f}"),
-    "bits_per_byte": ("bits per byte, last", "{:.4f}"),
-    "tokens_per_second": ("tokens/s, median", "{:,.0f}"),
-    "step_seconds": ("seconds a step, median", "{:.3g}"),
-    "mfu": ("MFU, median", "{:.1%}"),
-}
-
-
 MOST_RUNS = 6
 
 
@@ -141,12 +130,8 @@ def _figures(names: Sequence[str], compared: RunComparison, materials: Sequence[
     rows: list[tuple[str, ...]] = [
         ("state", *(run.state for run in compared.runs)),
         ("steps", *(f"{run.figures['steps']:,.0f}" for run in compared.runs)),
-        ("tokens", *(number(run.figures["tokens"] or 0) for run in compared.runs)),
+        *figure_rows(compared.runs, "unknown"),
     ]
-    for key, (words, shape) in FIGURES.items():
-        values = [run.figures[key] for run in compared.runs]
-        if any(value is not None for value in values):
-            rows.append((words, *("unknown" if value is None else shape.format(value) for value in values)))
     memory = [run.figures["memory_bytes"] for run in compared.runs]
     rows.append(("memory, peak of rank 0", *("unknown" if not size else gib(int(size)) for size in memory)))
     rows.append(("time", *(duration(material.history.wall) for material in materials)))
@@ -155,7 +140,7 @@ def _figures(names: Sequence[str], compared: RunComparison, materials: Sequence[
     rows.append(("rank-hours", *("unknown" if hour is None else f"{hour:,.3g}" for hour in hours)))
     energies = [used_energy(material) for material in materials]
     tokens = [run.figures["tokens"] or 0 for run in compared.runs]
-    rows += [row for row in energy_rows(energies, tokens, "unknown") if any(cell != "unknown" for cell in row[1:])]
+    rows += energy_rows(energies, tokens, "unknown")
     return webpage.table(("figure", *names), rows, numbers=range(1, len(names) + 1))
 
 

@@ -100,7 +100,7 @@ class Energy:
 
 
 def energy_rows(runs: Sequence[Energy | None], tokens: Sequence[float], unknown: str) -> Iterator[tuple[str, ...]]:
-    """Rows of a comparison of runs.
+    """Rows of a comparison of runs, without those that no run has.
 
     Args:
         tokens: that each run has consumed.
@@ -108,7 +108,9 @@ def energy_rows(runs: Sequence[Energy | None], tokens: Sequence[float], unknown:
     """
     carbon = [None if run is None else run.kg_co2 for run in runs]
     rates = zip(runs, tokens, strict=True)
-    yield ("energy, kWh", *(unknown if run is None else f"{run.kwh:,.3g}" for run in runs))
-    yield ("carbon, kg CO2", *(unknown if kg is None else f"{kg:,.3g}" for kg in carbon))
-    yield ("tokens a joule", *(unknown if each is None else f"{count / each.joules:,.3g}" for each, count in rates))
-    yield ("energy is", *(unknown if run is None else run.how() for run in runs))
+    if any(run is not None for run in runs):
+        yield ("energy, kWh", *(unknown if run is None else f"{run.kwh:,.3g}" for run in runs))
+        if any(kg is not None for kg in carbon):
+            yield ("carbon, kg CO2", *(unknown if kg is None else f"{kg:,.3g}" for kg in carbon))
+        yield ("tokens a joule", *(unknown if each is None else f"{count / each.joules:,.3g}" for each, count in rates))
+        yield ("energy is", *(unknown if run is None else run.how() for run in runs))

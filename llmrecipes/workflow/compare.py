@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from llmrecipes.checkpoint.compatibility import differences
+from llmrecipes.console import number
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.halves import learned
 from llmrecipes.rundir import Run
@@ -133,41 +134,79 @@ def compare(run_dirs: Sequence[Path], *, partial: bool = False) -> RunComparison
 
 
 def _differences(recipes: Sequence[dict[str, Any] | None]) -> dict[str, tuple[Any, ...]]:
-    known = [(number, recipe) for number, recipe in enumerate(recipes) if recipe is not None]
+    known = [(place, recipe) for place, recipe in enumerate(recipes) if recipe is not None]
     by_key: dict[str, list[Any]] = {}
-    for number, other in known[1:]:
+    for place, other in known[1:]:
         for difference in differences(other, known[0][1]):
             same = ["unknown" if recipe is None else difference.then for recipe in recipes]
-            by_key.setdefault(difference.key, same)[number] = difference.now
+            by_key.setdefault(difference.key, same)[place] = difference.now
     return {key: tuple(by_key[key]) for key in sorted(by_key)}
 
 
-def _read(run_dir: Path, *, partial: bool) -> ComparedRun:
-    train, valid = Curve(), Curve()
-    speeds, seconds, used = array("d"), array("d"), array("d")
+FIGURES = {
+    "loss": ("training loss, last", "{:.4f}"),
+    "valid_loss": ("validation loss, last", "{:.4f}"),
+    "valid_loss_best": ("validation loss, best", "{:.4f}"),
+    "bits_per_byte": ("bits per byte, last", "{:.4f}"),
+    "tokens_per_second": ("tokens/s, median", "{:,.0f}"),
+    "step_seconds": ("seconds a step, median", "{:.3g}"),
+    "mfu": ("MFU, median", "{:.1%}"),
+}
+"""Names and forms of final figures."""
+
+
+def figure_rows(runs: Sequence[ComparedRun], unknown: str) -> Iterator[tuple[str, ...]]:
+    """Rows of final figures, without those that no run has.
+
+    Args:
+        unknown: value for a run that has no such figure.
+    """
+    yield ("tokens", *(number(run.figures["tokens"] or 0) for run in runs))
+    for key, (words, shape) in FIGURES.items():
+        values = [run.figures[key] for run in runs]
+        if any(value is not None for value in values):
+            yield (words, *(unknown if value is None else shape.format(value) for value in values))
+
+
+@dataclass
+class _Metrics:
+    """What is kept of the lines of metrics.jsonl."""
+
+    train: Curve = field(default_factory=Curve)
+    valid: Curve = field(default_factory=Curve)
+    steps: dict[str, array[float]] = field(
+        default_factory=lambda: {key: array("d") for key in ("tokens_per_second", "step_seconds", "mfu")}
+    )
     memory: float | None = None
     bits: float | None = None
     energy: Energy | None = None
+
+    def add(self, record: dict[str, Any]) -> None:
+        self.energy = Energy.of(record) or self.energy
+        if "loss" in record:
+            self.train.add(record, "loss")
+            for key, values in self.steps.items():
+                if isinstance(record.get(key), int | float):
+                    values.append(record[key])
+            self.memory = max(self.memory or 0.0, record.get("memory_bytes") or 0.0) or None
+        elif "valid_loss" in record:
+            self.valid.add(record, "valid_loss")
+            self.bits = record.get("valid_bits_per_byte")
+
+
+def _read(run_dir: Path, *, partial: bool) -> ComparedRun:
+    metrics = _Metrics()
     try:
         for line in lines(Run(run_dir).metrics, root=run_dir):
-            record = parse(line)  # the last line of a run that is still training may be incomplete
-            if record is None:
-                continue
-            energy = Energy.of(record) or energy
-            if "loss" in record:
-                train.add(record, "loss")
-                for numbers, key in ((speeds, "tokens_per_second"), (seconds, "step_seconds"), (used, "mfu")):
-                    if isinstance(record.get(key), int | float):
-                        numbers.append(record[key])
-                memory = max(memory or 0.0, record.get("memory_bytes") or 0.0) or None
-            elif "valid_loss" in record:
-                valid.add(record, "valid_loss")
-                bits = record.get("valid_bits_per_byte")
+            if (record := parse(line)) is not None:  # the last line of a run may be incomplete while it trains
+                metrics.add(record)
     except OSError:
         pass  # no first step yet
     except UserError:
         if not partial:
             raise
+    train = metrics.train
+    valid = metrics.valid
     if not train.steps and not partial:
         raise UserError(
             "no metrics yet",
@@ -183,11 +222,9 @@ def _read(run_dir: Path, *, partial: bool) -> ComparedRun:
         "loss": _last(train),
         "valid_loss": _last(valid),
         "valid_loss_best": min((loss for loss in valid.losses if math.isfinite(loss)), default=None),
-        "bits_per_byte": bits,
-        "tokens_per_second": statistics.median(speeds) if speeds else None,
-        "step_seconds": statistics.median(seconds) if seconds else None,
-        "memory_bytes": memory,
-        "mfu": statistics.median(used) if used else None,
+        "bits_per_byte": metrics.bits,
+        "memory_bytes": metrics.memory,
+        **{key: statistics.median(values) if values else None for key, values in metrics.steps.items()},
     }
     # How its values were found is not a property of a run; the runs of a search's trials have no such section.
     recipe = None
@@ -196,7 +233,7 @@ def _read(run_dir: Path, *, partial: bool) -> ComparedRun:
     except (UserError, OSError):
         if not partial:
             raise
-    return ComparedRun(run_dir, recipe, str(state.get("state", "unknown")), train, valid, figures, energy)
+    return ComparedRun(run_dir, recipe, str(state.get("state", "unknown")), train, valid, figures, metrics.energy)
 
 
 def _last(curve: Curve) -> float | None:
