@@ -207,7 +207,7 @@ def _attention(model: Model, s: Shape, weights: dict[str, Matrix]) -> Block:
     else:
         parts = [_product(weights["linear_qkv"], bias=model.add_bias_linear or model.add_qkv_bias)]
         if model.softmax_type == "learnable":
-            parts.append(Weights("softmax_offset", f"{s.num_attention_heads:,}", s.num_attention_heads))
+            parts.append(Weights("core_attention.softmax_offset", f"{s.num_attention_heads:,}", s.num_attention_heads))
         if model.qk_layernorm:
             parts += [_scales(model, f"{name}_layernorm", s.query_channels) for name in ("q", "k")]
         grouped = s.num_query_groups < s.num_attention_heads

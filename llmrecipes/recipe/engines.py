@@ -65,9 +65,7 @@ def engine_name(recipe: Recipe) -> str:
 
 def without_zero(recipe: Recipe) -> Recipe:
     """The same training without ZeRO, by the engine that then runs it."""
-    return (
-        recipe if recipe.layout.zero is None else recipe.model_copy(update={"layout": {"zero": None}, "engine": AUTO})
-    )
+    return recipe if recipe.layout.zero is None else recipe.with_layout(zero=None, engine=AUTO)
 
 
 def can_read(name: str, written_by: str) -> bool:

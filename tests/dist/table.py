@@ -901,6 +901,10 @@ SIMILAR = {
     "gpt with sgd without momentum", "gpt with qk-clip", "llama with qk-clip",
     "mla with qk-clip",
     "moe with sgd", *(set(_EMERGING) - {"gpt with muon"}),
+    "llama with windows and dropout", "llama with windows and lora", "llama with windows and qk-clip",
+    "mla with windows", "mtp with windows", "packed llama with windows", "llama without some rotations",
+    "gpt with sinks", "gpt with a zero sink", "llama with sinks", "llama with sinks and dropout", "lora with sinks",
+    "packed llama with sinks",
 }  # fmt: skip
 """Models that differ little from one of the core, for a layout."""
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from llmrecipes.launch.local import run_ranks
+from llmrecipes.recipe.derived import degrees
 from llmrecipes.recipe.rules import recipe_rules
 from llmrecipes.recipe.schema import Recipe
 from tests.dist.suite import Suite
@@ -159,6 +160,13 @@ def pairs_in(rows: Iterable[Row]) -> set[tuple[str, str]]:
     return {pair for row in rows for pair in combinations(sorted(row.degrees), 2)}
 
 
+def _degrees_and(row: Row) -> dict[str, Any]:
+    """What a row sets of `layout`, with all keys that spread the work."""
+    return {name: getattr(row.recipe.layout, name) for name in (*degrees.DEGREES, *degrees.SHARING)} | row.changes.get(
+        "layout", {}
+    )
+
+
 def test_the_core_has_every_kind_of_parallelism_and_every_pair() -> None:
     core = [row for row in HERE if row.core]
     others = [case for case in (*RESUMES, *STAGED) if case.core]
@@ -172,7 +180,7 @@ def test_the_core_has_every_kind_of_parallelism_and_every_pair() -> None:
         return {
             f"{section}.{key}={value}"
             for row in rows
-            for section, keys in {**row.changes, "layout": row.recipe.layout.model_dump()}.items()
+            for section, keys in {**row.changes, "layout": _degrees_and(row)}.items()
             for key, value in keys.items()
             if not key.endswith(("_size", "_layout"))
         }

@@ -48,7 +48,7 @@ def test_any_text_comes_back_from_the_parser(text: str) -> None:
 def test_commands_of_groups_and_flags() -> None:
     assert parsed(command_line("bench step", "gpt-tiny", options={"json": True, "nproc": None})) == (
         "bench step",
-        {"recipe": "gpt-tiny", "overrides": (), "nproc": None, "repeats": 5, "as_json": True},
+        {"recipe": "gpt-tiny", "overrides": [], "nproc": None, "repeats": 5, "as_json": True},
     )
 
 

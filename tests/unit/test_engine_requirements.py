@@ -61,7 +61,7 @@ def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.usefixtures("hidden")
 def test_a_missing_package_is_refused_with_its_extra(corpus: Path) -> None:
     require_packages(tiny_on(corpus))
-    with refused("engine", rule=("setup-zero", "llmrecipes[zero]")):
+    with refused("layout.engine", rule=("setup-zero", "llmrecipes[zero]")):
         require_packages(with_zero(corpus))
 
 
@@ -84,10 +84,10 @@ def test_a_run_without_deepspeed_starts_nothing(
     options = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(data_dir)]
     for command in ("train", "smoke", "verify"):
         assert run([command, path, *options]) == 2
-        require_message(capsys.readouterr().err, "engine", rule=("setup-zero", "llmrecipes[zero]"))
+        require_message(capsys.readouterr().err, "layout.engine", rule=("setup-zero", "llmrecipes[zero]"))
     arguments = ["--nodes", "1", "--ranks-per-node", "1", "--run-id", "one", *options, path]
     assert slurm.main(["begin", *arguments]) == 2  # on the first node, before its ranks
-    require_message(capsys.readouterr().err, "engine", rule=("setup-zero", "llmrecipes[zero]"))
+    require_message(capsys.readouterr().err, "layout.engine", rule=("setup-zero", "llmrecipes[zero]"))
     assert not (tmp_path / "runs").exists()
     assert run(["show", path]) == 0
 

@@ -208,7 +208,7 @@ def test_bad_input(
 
 NO_FORM: list[tuple[str, dict[str, Any]]] = [
     ("model.use_mup", {"use_mup": True}),
-    ("model.rotary_percent", {"rotary_percent": 0.5}),
+    ("model.rotary_percent", {"rotary_percent": 0.5, "qk_layernorm": True}),
     ("model.mtp_num_layers", {"mtp_num_layers": 1}),
     ("model.add_bias_linear", {"add_bias_linear": True}),
     ("model.normalization", {"num_moe_experts": 4, "normalization": "LayerNorm", "moe_router_topk": 2}),

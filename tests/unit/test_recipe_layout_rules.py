@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.recipe.schema import Recipe
 
@@ -225,4 +226,7 @@ def test_absurd_numbers_are_answered_at_once() -> None:
     huge = 2**62
     for degrees in ({TP: huge}, {PP: huge - 1}, {PP: huge, FIRST: 5}, {CP: huge}):
         assert check(make({"num_layers": huge + 1, "seq_length": huge + 2}, **degrees))
+    windows = {"window_size": [3, 0], "window_attn_skip_freq": 7, "num_layers": huge + 1}
+    assert check(make(windows, **{PP: huge}))
+    assert shape(make(windows).model).keys_seen(causal=True) > huge
     assert check(make({**MOE, "num_moe_experts": huge}, **{EP: huge - 1}))[0].fix

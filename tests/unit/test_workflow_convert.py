@@ -122,9 +122,9 @@ def test_another_file_system_has_a_copy(old: Path, monkeypatch: pytest.MonkeyPat
     ("arguments", "where", "rule"),
     [
         (["--to", "apex"], "--to", ()),
-        (["--to", "deepspeed"], "zero", "layout.zero.stage=2"),
+        (["--to", "deepspeed"], "layout.zero", "layout.zero.stage=2"),
         (["--to", "megatron"], "old", "layout.zero.stage=3"),
-        (["--to", "deepspeed", "layout.zero.stage=2", "layout.engine=megatron"], "engine", ()),
+        (["--to", "deepspeed", "layout.zero.stage=2", "layout.engine=megatron"], "layout.engine", ()),
         (["--to", "deepspeed", "layout.zero.stage=2", "optimizer.lr=1"], "old", "optimizer.lr"),
         (["--to", "deepspeed", "layout.zero.stage=2", "train.train_iters=99"], "old", "train.train_iters"),
         (["--to", "deepspeed", "layout.zero.stage=2", "layout.pipeline_model_parallel_size=2"], "layout.zero.stage",

@@ -36,8 +36,8 @@ class Shape:
     mtp_num_layers: int
     window: int | None
     """Tokens that a token attends to in layers with a sliding window, itself included."""
-    windowed: tuple[bool, ...]
-    """Which layers have the window."""
+    window_skips: int | tuple[int, ...] | None
+    """Which layers have it, as `window_attn_skip_freq`."""
 
     @property
     def query_size(self) -> int:
@@ -70,8 +70,21 @@ class Shape:
         whole = self.seq_length / 2 if causal else float(self.seq_length)
         near = min(self.window or self.seq_length, self.seq_length)
         inside = near * (1 - near / (2 * self.seq_length)) if causal else float(near)
-        layers = (*self.windowed, *self.windowed[: self.mtp_num_layers])
-        return sum(inside if windowed else whole for windowed in layers)
+        further = min(self.mtp_num_layers, self.num_layers)
+        windows = self._windows(self.num_layers) + self._windows(further)
+        return inside * windows + whole * (self.num_layers + further - windows)
+
+    @property
+    def windowed(self) -> tuple[bool, ...]:
+        """Which layers have the window, as megatron-core's `is_layer_window_attention`."""
+        return tuple(self._windows(layer + 1) > self._windows(layer) for layer in range(self.num_layers))
+
+    def _windows(self, layers: int) -> int:
+        """Layers with the window among the first ones."""
+        if self.window is None or self.window_skips is None:
+            return 0 if self.window is None else layers
+        skips = self.window_skips
+        return layers - layers // skips if isinstance(skips, int) else skips[:layers].count(1)
 
     def moe_layers(self, first: int, last: int) -> int:
         """Number of MoE layers among `first` to `last` - 1, counted from 0."""
@@ -112,18 +125,8 @@ def shape(model: Model) -> Shape:
         moe_pattern=pattern if isinstance(pattern, int) else tuple(pattern),
         mtp_num_layers=model.mtp_num_layers or 0,
         window=None if model.window_size is None else model.window_size[0] + 1,
-        windowed=tuple(_windowed(model)),
+        window_skips=tuple(skips) if isinstance(skips := model.window_attn_skip_freq, list) else skips,
     )
-
-
-def _windowed(model: Model) -> Iterator[bool]:
-    """As megatron-core's `is_layer_window_attention`."""
-    skipped = model.window_attn_skip_freq
-    for layer in range(model.num_layers):
-        if model.window_size is None or skipped is None:
-            yield model.window_size is not None
-        else:
-            yield skipped[layer : layer + 1] == [1] if isinstance(skipped, list) else (layer + 1) % skipped != 0
 
 
 def unrotated(model: Model) -> list[bool]:
