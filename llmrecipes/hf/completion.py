@@ -1,7 +1,7 @@
 """A config.json as transformers reads it.
 
-Where a command says early that it will ask (`beside`), a process of its own answers, without torch: with it, the import
-of transformers takes four times as long, and it goes on while this process imports torch.
+Importing transformers takes four times as long with torch. A command that will ask enters `beside` first: it starts a
+process without torch, which imports transformers while the command imports torch.
 """
 
 from __future__ import annotations

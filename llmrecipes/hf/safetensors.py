@@ -242,7 +242,7 @@ def _write_shard(path: Path, source: TensorSource, kinds: Mapping[str, torch.dty
 
 
 class _Behind:
-    """Writes to a file in a thread of its own, while the next values are read."""
+    """Writes to a file in a thread, while the next values are read."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file

@@ -25,8 +25,8 @@ from llmrecipes.recipe.derived.degrees import undivided
 from llmrecipes.recipe.derived.stage_runs import stage_recipes
 from llmrecipes.recipe.derived.stages import decay_iters
 from llmrecipes.recipe.engines import engine_name
-from llmrecipes.recipe.schema import LayoutKeys, Recipe, Train
-from llmrecipes.recipe.speedups.features import FEATURES
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.speedups.features import FEATURES, by_rule
 from llmrecipes.rundir import Run
 from llmrecipes.runfiles import checked_run_id
 from llmrecipes.train.completeness import require_complete
@@ -111,20 +111,17 @@ def on_one_rank(recipe: Recipe) -> Recipe:
     Without stages, which may have layouts of several ranks, and without ZeRO, so that a checkpoint can be read where
     DeepSpeed, or the disk that it offloaded to, is missing.
     """
-    unset = dict.fromkeys(FEATURES)
-    plain = {
-        **{name: None for name in unset if name in LayoutKeys.model_fields},
-        # It trains nothing that would make up for the time to compile.
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "use_distributed_optimizer": recipe.layout.use_distributed_optimizer,
-    }
-    train = recipe.train.model_copy(update={name: None for name in unset if name in Train.model_fields})
     model = recipe.model
     if model.moe_token_dispatcher_type == "flex":  # noqa: S105 - no password
         model = model.model_copy(update={"moe_token_dispatcher_type": "alltoall"})  # flex needs several ranks
-    single = recipe.model_copy(update={"model": model, "train": train, "stages": ()})
-    return undivided(single, **plain)
+    single = by_rule(recipe.model_copy(update={"model": model, "stages": ()}), FEATURES)
+    return undivided(
+        single,
+        use_distributed_optimizer=recipe.layout.use_distributed_optimizer,
+        # It trains nothing that would make up for the time to compile.
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+    )
 
 
 def is_prepared(recipe: Recipe, data_dir: Path) -> bool:

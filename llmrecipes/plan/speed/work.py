@@ -54,7 +54,7 @@ class Work:
     recomputed: float = 0.0
     """Share of the layers whose whole forward pass is repeated in the backward pass."""
     recomputed_modules: tuple[str, ...] = ()
-    """What every layer repeats of its own, as in `layout.recompute_modules`."""
+    """Parts that every layer recomputes, as in `layout.recompute_modules`."""
     keys: float = 0.0
     """Tokens that attention multiplies a token with, on average over the layers; 0: all, or half with `causal`."""
     causal: bool = True

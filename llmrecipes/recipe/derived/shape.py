@@ -62,7 +62,7 @@ class Shape:
     def keys_seen(self, *, causal: bool) -> float:
         """Tokens that attention multiplies a token with, in all layers together, on average over a sequence.
 
-        A layer of multi-token prediction has the window of the layer of its own number, as in megatron-core.
+        As in megatron-core, the n-th layer of multi-token prediction has the window of the n-th layer.
 
         Args:
             causal: count those that a token sees, else also those after it that only a mask hides.

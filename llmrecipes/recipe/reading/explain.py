@@ -90,13 +90,9 @@ def _place(details: ErrorDetails, known: dict[str, RecipeKey]) -> str:
 
 
 def _is_free(place: tuple[int | str, ...], known: dict[str, RecipeKey]) -> bool:
-    """Whether it is a mapping with keys of the user, or in a section that is a value of one."""
+    """Whether it is a mapping with keys of the user, or in one of `layouts`, which are sections."""
     key = known.get(normal(dotted(place)))
-    around = known.get(str(place[0])) if place else None
-    values = [
-        value for each in (around.options if around else ()) for value in each.get("patternProperties", {}).values()
-    ]
-    return any("$ref" in value for value in values) or (key is not None and key.free)
+    return place[:1] == ("layouts",) or (key is not None and key.free)
 
 
 def _problem(details: ErrorDetails, document: type[BaseModel], hints: Mapping[str, Hint]) -> Problem:

@@ -209,7 +209,7 @@ def _layers(recipe: Recipe, distill: Distill, teacher: Model) -> Iterator[Proble
 
 
 def _combinations(recipe: Recipe) -> Iterator[Problem]:
-    speed = recipe.layout
+    layout = recipe.layout
     obstacles = {
         "train.label_smoothing": (
             recipe.train.label_smoothing > 0,
@@ -222,17 +222,17 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
             "remove mtp_num_layers",
         ),
         "layout.tp_comm_overlap": (
-            bool(speed.tp_comm_overlap),
+            bool(layout.tp_comm_overlap),
             "its user buffers fit the width of one model only",
             "remove tp_comm_overlap",
         ),
         "layout.cuda_graph_impl": (
-            speed.cuda_graph_impl is not None,
+            layout.cuda_graph_impl is not None,
             "the teacher's forward pass cannot be captured in CUDA graphs",
             "remove cuda_graph_impl",
         ),
         "layout.overlap_moe_expert_parallel_comm": (
-            bool(speed.overlap_moe_expert_parallel_comm),
+            bool(layout.overlap_moe_expert_parallel_comm),
             "its schedule has no forward pass of a teacher",
             "remove overlap_moe_expert_parallel_comm",
         ),

@@ -126,7 +126,7 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _combinations(recipe: Recipe) -> Iterator[Problem]:
-    speed, train, model = recipe.layout, recipe.train, recipe.model
+    layout, train, model = recipe.layout, recipe.train, recipe.model
     count = "the loss is averaged over pairs, but this term over tokens"
     obstacles = {
         "distill": (recipe.distill is not None, "a run can use distillation or preference pairs, not both",
@@ -153,14 +153,14 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
             bool(model.num_moe_experts) and bool(model.moe_z_loss_coeff), count, "remove moe_z_loss_coeff",
         ),
         "layout.tp_comm_overlap": (
-            bool(speed.tp_comm_overlap), "its user buffers fit one model only", "remove tp_comm_overlap",
+            bool(layout.tp_comm_overlap), "its user buffers fit one model only", "remove tp_comm_overlap",
         ),
         "layout.cuda_graph_impl": (
-            speed.cuda_graph_impl is not None, "the reference's forward pass cannot be captured in CUDA graphs",
+            layout.cuda_graph_impl is not None, "the reference's forward pass cannot be captured in CUDA graphs",
             "remove cuda_graph_impl",
         ),
         "layout.overlap_moe_expert_parallel_comm": (
-            bool(speed.overlap_moe_expert_parallel_comm), "its schedule has no forward pass of a reference model",
+            bool(layout.overlap_moe_expert_parallel_comm), "its schedule has no forward pass of a reference model",
             "remove overlap_moe_expert_parallel_comm",
         ),
     }  # fmt: skip

@@ -42,7 +42,7 @@ def adversarial(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _obstacles(recipe: Recipe) -> dict[str, tuple[bool, str, str]]:
-    model, speed = recipe.model, recipe.layout
+    model, layout = recipe.model, recipe.layout
     return {
         "dpo": (recipe.dpo is not None, "the reference model computes every micro-batch only once", "remove dpo"),
         "distill": (recipe.distill is not None, "the teacher computes every micro-batch only once", "remove distill"),
@@ -57,12 +57,12 @@ def _obstacles(recipe: Recipe) -> dict[str, tuple[bool, str, str]]:
             "remove mtp_num_layers",
         ),
         "layout.cuda_graph_impl": (
-            speed.cuda_graph_impl is not None,
+            layout.cuda_graph_impl is not None,
             "captured layers compute every micro-batch only once",
             "remove cuda_graph_impl",
         ),
         "layout.align_param_gather": (
-            bool(speed.align_param_gather),
+            bool(layout.align_param_gather),
             "parameters are only gathered in the first pass of a step",
             "remove align_param_gather",
         ),
@@ -78,7 +78,7 @@ def layer_drop(recipe: Recipe) -> Iterator[Problem]:
     """What goes with `model.layer_drop`."""
     if not recipe.model.layer_drop:
         return
-    speed, parallel = recipe.layout, recipe.layout
+    layout = recipe.layout
     obstacles = {
         "dpo": (recipe.dpo is not None, "the reference model uses all layers", "remove dpo"),
         "model.num_moe_experts": (
@@ -87,7 +87,7 @@ def layer_drop(recipe: Recipe) -> Iterator[Problem]:
             "remove num_moe_experts",
         ),
         "layout.overlap_grad_reduce": (
-            parallel.overlap_grad_reduce,
+            layout.overlap_grad_reduce,
             "gradients are reduced when the last micro-batch has computed them, which a skipped layer never does",
             "overlap_grad_reduce false",
         ),
@@ -97,7 +97,7 @@ def layer_drop(recipe: Recipe) -> Iterator[Problem]:
             "remove torch_compile",
         ),
         "layout.cuda_graph_impl": (
-            speed.cuda_graph_impl is not None,
+            layout.cuda_graph_impl is not None,
             "captured layers cannot be skipped",
             "remove cuda_graph_impl",
         ),

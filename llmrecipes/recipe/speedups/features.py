@@ -7,7 +7,7 @@ model).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -344,6 +344,13 @@ def key_of(name: str) -> str:
 def wanted_of(name: str, recipe: Recipe) -> Any:
     """What the recipe says about a feature; None: nothing."""
     return getattr(recipe.layout if _section(name) is LayoutKeys else recipe.train, name)
+
+
+def by_rule(recipe: Recipe, names: Collection[str]) -> Recipe:
+    """The recipe with these features left to the rules."""
+    layout = {name: None for name in names if _section(name) is LayoutKeys}
+    train = {name: None for name in names if _section(name) is Train}
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update=train)}).with_layout(**layout)
 
 
 def resolve(recipe: Recipe, target: SpeedTarget) -> tuple[FeatureChoice, ...]:

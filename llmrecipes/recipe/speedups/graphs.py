@@ -60,10 +60,10 @@ _OTHERS = {
 
 
 def _implementation(recipe: Recipe) -> str | None:
-    speed, train = recipe.layout, recipe.train
+    layout, train = recipe.layout, recipe.train
     if engine_name(recipe) != MEGATRON:
         return "needs the engine megatron"
-    if (other := _OTHERS.get(speed.cuda_graph_impl or "")) is not None:
+    if (other := _OTHERS.get(layout.cuda_graph_impl or "")) is not None:
         return other
     if train.precision == "fp32":
         return "TransformerEngine's layers need bf16 or fp16 (precision)"
@@ -81,22 +81,22 @@ def _implementation(recipe: Recipe) -> str | None:
         return (
             "packed conversations have different boundaries in every micro-batch, but a graph has one shape (data.chat)"
         )
-    if speed.overlap_moe_expert_parallel_comm:
+    if layout.overlap_moe_expert_parallel_comm:
         return "overlap_moe_expert_parallel_comm runs the parts of a layer in a different order"
     return None
 
 
 def _modules(recipe: Recipe) -> str | None:
-    speed = recipe.layout
+    layout = recipe.layout
     s = shape(recipe.model)
-    if speed.cuda_graph_impl is None:
+    if layout.cuda_graph_impl is None:
         return "only used with cuda_graph_impl"
-    if routed := sorted(name for name in speed.cuda_graph_modules or () if name.startswith("moe")):
+    if routed := sorted(name for name in layout.cuda_graph_modules or () if name.startswith("moe")):
         return (
             f"{', '.join(routed)}: the number of tokens per expert varies, and the balance of experts is "
             "counted in the router's Python code, which a graph skips"
         )
-    if "mlp" in (speed.cuda_graph_modules or ()) and s.moe_layers(0, s.num_layers) == s.num_layers:
+    if "mlp" in (layout.cuda_graph_modules or ()) and s.moe_layers(0, s.num_layers) == s.num_layers:
         return "mlp captures dense layers only, but all layers have experts"
     return None
 

@@ -32,7 +32,7 @@ from llmrecipes.recipe.sections.plugins import DataStep, MetricSink, declared, s
 from llmrecipes.recipe.sections.source import DocstringsSource, StdlibSource
 from llmrecipes.recipe.sections.tokenizer_section import BpeTokenizer
 from llmrecipes.recipe.sections.zero import Zero
-from llmrecipes.recipe.speedups.features import needing_a_gpu
+from llmrecipes.recipe.speedups.features import by_rule, needing_a_gpu
 
 MAX_NAME = 63  # characters that the schema allows: a label in Kubernetes
 
@@ -265,6 +265,7 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
     Args:
         device: of the ranks; on a CPU experts are not split (`expert_tensor_parallel_size` 1).
     """
+    recipe = by_rule(recipe, needing_a_gpu())
     parallel = small_layout(recipe, device)
     model = small_model(recipe, parallel)
     return recipe.model_copy(
@@ -315,7 +316,6 @@ def _lora(lora: Lora) -> Lora:
 def _layout(recipe: Recipe, parallel: LayoutKeys, model: Model) -> LayoutKeys:
     return parallel.model_copy(
         update={
-            **{name: None for name in needing_a_gpu() if name in LayoutKeys.model_fields},
             "name": None,
             "zero": parallel.zero and _zero(recipe, parallel.zero),
             "micro_batch_size": min(parallel.micro_batch_size, 2),
@@ -333,7 +333,6 @@ def _train(recipe: Recipe, model: Model, parallel: LayoutKeys, device: Device) -
     whole = micro * max(4, 2 * parallel.pipeline_model_parallel_size * replicas) if accumulated else micro
     return without_ramp(
         train.without_stops(),
-        **{name: None for name in needing_a_gpu() if name in Train.model_fields},
         pretrained=None,
         freeze=freezing.kept(train.freeze, model),
         train_iters=ITERS,
