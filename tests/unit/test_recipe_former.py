@@ -132,6 +132,11 @@ def test_an_override_in_the_former_form_is_read_as_todays(caplog: pytest.LogCapt
     assert "is layout.tensor_model_parallel_size now" in caplog.text
 
 
+def test_a_whole_section_of_the_former_form_is_answered_with_todays() -> None:
+    with refused("parallelism", rule="fp8"):
+        load("gpt-1b", ["parallelism={tensor_model_parallel_size: 2}"])
+
+
 def test_a_checkpoints_recipe_is_todays() -> None:
     values = {
         "step": 1, "consumed_samples": 8, "consumed_tokens": 8, "layout": {}, "recipe_hash": "", "created": "",

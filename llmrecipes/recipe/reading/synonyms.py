@@ -219,6 +219,7 @@ NOTES: tuple[tuple[str, str], ...] = (
         "position_embedding_type: yarn",
     ),
     ("rotary_dim", "a fraction: rotary_dim / kv_channels"),
+    ("parallelism speed", "keys of layout; those of fp8 are in train"),
     ("use_rotary_position_embeddings rotary", "rope, yarn or learned_absolute"),
     (
         "attention_bias",
