@@ -424,14 +424,23 @@ def test_a_rank_of_gpt_175b_takes_seconds_and_no_memory(process: GlooWorld) -> N
     assert gathered["op"] == "all-gather" and gathered["bytes"] >= report["memory"]["weights"]
 
 
-def whole_recipes() -> Iterator[tuple[str, str | None]]:
+FAR = {
+    ("gpt-tiny-distil", None): "the plan lacks copies of gradients in Muon's update: 3.2 % more in the dry run",
+    ("llama3-405b-stages", "128k"): "activations: 4.93 GB in the plan, 4.61 in the dry run",
+}
+"""Recipes whose plan is known to be farther from the dry run than others'; whoever mends one removes it here."""
+
+
+def whole_recipes() -> Iterator[Any]:
     """Recipes with megatron-core, each with the first of its stages, if it has some, that have a layout."""
     for name in names(recipes_dir()):
         recipe = load(name, []).recipe
         if engine_name(recipe) == MEGATRON:
             by_layout = {stage.layout.model_dump_json(): stage for stage in reversed(stage_recipes(recipe))}
-            spans = map(span_of, by_layout.values())
-            yield from ((name, None if span is None else span.name) for span in spans)
+            for span in map(span_of, by_layout.values()):
+                case = name, None if span is None else span.name
+                known = [pytest.mark.xfail(reason=FAR[case], strict=True)] if case in FAR else []
+                yield pytest.param(*case, marks=known)
 
 
 @pytest.mark.slow
