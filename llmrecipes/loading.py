@@ -72,19 +72,20 @@ class Silence:
         self._printed = time.monotonic()
         self._at_begin = True
         self._shown = 0
-        self._ended = False
+        self._thread = threading.Thread(target=self._watch, name="silence", daemon=True)
+        self._ended = threading.Event()
 
     def begin(self) -> None:
         """Watch the command from now on, in a background thread."""
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, Guarded) and stream.isatty():
                 stream.before_write = self.heard
-        os.register_at_fork(after_in_child=self._end)  # the thread is not in the copy
-        threading.Thread(target=self._watch, name="silence", daemon=True).start()
+        os.register_at_fork(after_in_child=self._leave)
+        self._thread.start()
 
     def heard(self, text: str) -> None:
         """The command is about to print something."""
-        if self._ended:
+        if self._ended.is_set():
             return
         with self._lock:
             self._clear()
@@ -92,15 +93,14 @@ class Silence:
             self._at_begin = plain.endswith(("\n", "\r")) if plain else self._at_begin
 
     def _watch(self) -> None:
-        while not self._ended:
-            time.sleep(_REFRESH if self._shown else _BETWEEN)
+        while not self._ended.wait(_REFRESH if self._shown else _BETWEEN):
             silent = time.monotonic() - self._printed
             if self._at_begin and silent >= self._seconds and not any(_others(self._stream.fileno())):
                 with self._lock:
                     self._show(time.monotonic() - self._printed)
 
     def _show(self, silent: float) -> None:
-        if silent < self._seconds or not self._at_begin:  # it has printed meanwhile
+        if self._ended.is_set() or silent < self._seconds or not self._at_begin:  # meanwhile it has printed
             return
         what = "loading libraries" if any(map(_is_loading, LARGE)) else "working"
         text = f"{what} ... {silent:.0f} s"
@@ -117,11 +117,15 @@ class Silence:
 
     def end(self) -> None:
         """The command is done."""
-        self.heard("")
-        self._end()
+        with self._lock:
+            self.heard("")
+            self._ended.set()
+        self._thread.join(_REFRESH)
 
-    def _end(self) -> None:
-        self._ended = True
+    def _leave(self) -> None:
+        """The thread is not in a copy of the process, and may hold the lock of the event that it waits for."""
+        self._ended = threading.Event()
+        self._ended.set()
 
 
 def _others(terminal: int) -> Iterator[bool]:

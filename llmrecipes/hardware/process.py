@@ -8,6 +8,7 @@ monotonic clock how long it has not changed.
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import time
 from collections.abc import Collection, Hashable, Mapping
@@ -79,6 +80,18 @@ def process_seconds() -> float:
     """Seconds since this process started, with those in which the machine was suspended."""
     ticks = start_ticks(os.getpid()) or 0
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def peak_memory() -> int:
+    """Bytes that this process had at once, at most.
+
+    Linux hands `ru_maxrss` down to a started program: it would be at least that of the parent.
+    """
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text("utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @dataclass

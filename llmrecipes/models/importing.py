@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import detect
+from llmrecipes.hardware.process import peak_memory
 from llmrecipes.hf import completion
 from llmrecipes.models.create import CreatedRun, create_run, write_checkpoint
 from llmrecipes.plan.check import gib
@@ -150,7 +150,7 @@ def _planned(recipe: Recipe, runs_dir: Path) -> Plan:
 def _cost(folder: Path, started: float) -> dict[str, Any]:
     return {
         "checkpoint_bytes": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
-        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_memory_bytes": peak_memory(),
         "seconds": round(time.monotonic() - started, 3),
     }
 

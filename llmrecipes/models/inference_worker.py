@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, suppress
+from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pydantic import BaseModel
 
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.process import peak_memory
 from llmrecipes.io import write_atomic
 
 if TYPE_CHECKING:
@@ -304,18 +304,6 @@ def folder_tokenizer(folder: Path) -> TextTokenizer:
         )
     section = HuggingFaceTokenizer(type="huggingface", path=str(folder.absolute()))
     return open_huggingface(section, sizes(folder)[1])
-
-
-def peak_memory() -> int:
-    """Bytes that this process had at once, at most.
-
-    Linux hands `ru_maxrss` down to a started program: it would be at least that of the parent.
-    """
-    with suppress(OSError):
-        for line in Path("/proc/self/status").read_text("utf-8").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def main(argument: str) -> None:

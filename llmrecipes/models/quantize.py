@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.process import peak_memory
 from llmrecipes.models.create import published, require_absent
-from llmrecipes.models.inference_worker import peak_memory
 from llmrecipes.models.quantize_options import QuantizeOptions
 from llmrecipes.packages import find_spec
 from llmrecipes.rundir import Run

@@ -423,9 +423,12 @@ def test_a_damaged_or_foreign_manifest_is_one_message(
 
 
 def test_opening_is_quick(made: tuple[Recipe, Prepared]) -> None:
-    started = time.process_time()
-    open_prepared(made[0], made[1].path.parent)
-    assert time.process_time() - started < 0.2
+    times = list[float]()
+    for _ in range(3):  # other threads of this process count too
+        started = time.process_time()
+        open_prepared(made[0], made[1].path.parent)
+        times.append(time.process_time() - started)
+    assert min(times) < 0.2
 
 
 @pytest.mark.slow

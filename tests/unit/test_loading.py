@@ -58,10 +58,12 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, Guarded]]:
     os.close(reading)
 
 
-def read(terminal: int, seconds: float) -> str:
-    """What comes within some seconds."""
+def read(terminal: int, seconds: float, awaited: str | None = None) -> str:
+    """What comes within some seconds; not more than a text that is awaited."""
     printed, until = b"", time.monotonic() + seconds
-    while select.select([terminal], [], [], max(0.0, until - time.monotonic()))[0]:
+    while (awaited is None or awaited not in printed.decode()) and select.select(
+        [terminal], [], [], max(0.0, until - time.monotonic())
+    )[0]:
         printed += os.read(terminal, 4096)
     return printed.decode()
 
@@ -82,11 +84,11 @@ def test_a_silent_command_says_that_it_works_in_a_line_that_goes(
     reading, stderr = terminal
     stderr.write(text)
     stderr.flush()
-    printed = read(reading, 0.8)
+    printed = read(reading, 20, WORKING) if said else read(reading, 0.8)
     assert printed.removeprefix(text.replace("\n", "\r\n")).startswith(WORKING) is said
     stderr.write("end")
     stderr.flush()
-    line, cleared, end = read(reading, 0.1).rpartition("\r")
+    line, cleared, end = read(reading, 20, "end").rpartition("\r")
     assert end == "end" and bool(cleared) is said
     assert not said or line.endswith(" " * len(WORKING))
 
@@ -96,7 +98,7 @@ def test_the_line_does_not_mix_with_those_of_other_programs(terminal: tuple[int,
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=stderr.fileno()) as process:
         assert read(reading, 0.8) == ""
         process.communicate()
-    assert WORKING in read(reading, 0.8)
+    assert WORKING in read(reading, 20, WORKING)
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert WORKING in read(reading, 1.2)
+        assert WORKING in read(reading, 20, WORKING)
         process.communicate()

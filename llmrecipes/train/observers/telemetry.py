@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import signal
 import socket
 import time
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 from llmrecipes.console import console
 from llmrecipes.engine.base import Platform, World
 from llmrecipes.faults.stragglers import Straggler, StragglerWatch
+from llmrecipes.hardware import process
 from llmrecipes.plan.derive import Plan
 from llmrecipes.tracking.energy import Energy
 from llmrecipes.tracking.events import ENERGY, Note, is_measured
@@ -304,7 +304,7 @@ class Telemetry(Observer):
         return Note(step=step, event="straggler_left_out", details={"nodes": nodes, "text": text}, alarm=True)
 
     def _memory(self) -> dict[str, float]:
-        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        resident = process.peak_memory()
         if not self._on_gpu:
             return {"memory_resident_bytes": float(resident)}
         device = self.loop.engine.platform.device

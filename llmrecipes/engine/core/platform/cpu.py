@@ -18,7 +18,6 @@ import ctypes
 import functools
 import logging
 import os
-import resource
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -29,6 +28,7 @@ from llmrecipes.engine.core.platform.gloo import share_device
 from llmrecipes.engine.core.platform.patching import replace, resolve
 from llmrecipes.engine.core.platform.process_group import connect
 from llmrecipes.engine.core.platform.substitutes import install_substitutes
+from llmrecipes.hardware import process
 
 CPU = torch.device("cpu")
 
@@ -73,7 +73,7 @@ class CpuPlatform:
         connect(self, timeout)
 
     def peak_memory(self) -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return process.peak_memory()
 
     def synchronize(self) -> None:
         return None
