@@ -17,11 +17,11 @@ from pathlib import Path
 PACKAGE = "llmrecipes"
 PAGES = ("README.md", "CHANGELOG.md", "benchmarks/RESULTS.md")
 CODE_BUDGET = {
-    ".": 1303,
+    ".": 1430,
     "bench": 867,
     "checkpoint": 1025,
     "cli": 3640,
-    "data": 8043,
+    "data": 7910,
     "diagnosis": 1016,
     "doctor": 1159,
     "dryrun": 600,

@@ -16,9 +16,10 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 
+from llmrecipes import stores
 from llmrecipes.data.preparation.shards import cut
 from llmrecipes.data.prepare import prepare
-from llmrecipes.data.sources import file_parts, hub, sources, stores
+from llmrecipes.data.sources import file_parts, hub, sources
 from llmrecipes.recipe.sections.source import make_source
 from tests.refusals import refused
 from tests.unit.data_recipes import recipe

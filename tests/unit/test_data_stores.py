@@ -17,8 +17,9 @@ from pathlib import Path
 import fsspec  # type: ignore[import-untyped]
 import pytest
 
+from llmrecipes import stores
 from llmrecipes.data.prepare import Prepared, prepare
-from llmrecipes.data.sources import sources, stores
+from llmrecipes.data.sources import sources
 from llmrecipes.recipe.sections.source import AnySource, make_source
 from tests.refusals import refused
 from tests.unit.data_recipes import recipe

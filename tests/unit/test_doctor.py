@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from llmrecipes.cli.app import run
-from llmrecipes.data.sources.stores import StoreFile
 from llmrecipes.doctor import examine, fabric, gpus, nodes
 from llmrecipes.doctor.check_result import Finding
 from llmrecipes.hardware.load import load_profile
@@ -24,6 +23,7 @@ from llmrecipes.hardware.nics import ports
 from llmrecipes.hardware.profile import Adapters, Link, Profile
 from llmrecipes.launch.rendezvous import TOKEN, job_hosts, own_number
 from llmrecipes.recipe.load import load
+from llmrecipes.stores import StoreFile
 from tests.helpers import tiny_on, write_recipe
 from tests.refusals import refused, require_message
 

@@ -39,6 +39,7 @@ LAYERS = (
         "units",
         "nested",
         "io",
+        "stores",
         "redact",
         "untrusted",
         "files",

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from llmrecipes.data.sources.stores import StoreFile
 from llmrecipes.errors import UserError
+from llmrecipes.stores import StoreFile
 from llmrecipes.units import MIB
 
 PART_BYTES = 256 * MIB

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from llmrecipes.data.sources.rows import Rows, section
-from llmrecipes.data.sources.stores import StoreFile, is_final, patiently
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.sections.source import HubSource
+from llmrecipes.stores import StoreFile, is_final, patiently
 
 _ROWS = 1000
 _LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".jsonl.xz", ".jsonl.bz2", ".json.gz", ".json.zst")

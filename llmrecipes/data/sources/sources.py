@@ -33,11 +33,11 @@ from llmrecipes.data.sources.file_parts import (
 from llmrecipes.data.sources.json_rows import SHAPES, RowError, json_rows, wrapped
 from llmrecipes.data.sources.machine_corpus import machine_documents, machine_files
 from llmrecipes.data.sources.rows import Rows, conversation, pair, rows_of, section
-from llmrecipes.data.sources.stores import find, is_url
 from llmrecipes.data.steps.steps import Unreadable
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Chat, Source
 from llmrecipes.recipe.sections.source import HubSource, ParquetSource, PathSource, RowSource
+from llmrecipes.stores import find, is_url
 
 BYTES_PER_TOKEN = 4.5
 """Of English text in vocabularies of 50,000 to 130,000 tokens; the embedded code has 3.4 in one of 4,096."""
