@@ -27,6 +27,8 @@ _RANGE = 8 << 20
 _LONGEST_PAUSE = 20.0
 _CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "TokenRetrievalError"}
 """Of botocore, which need not be installed."""
+NO_CREDENTIALS = "recipes, and manifests of their data, must not have credentials"
+PLAIN_URL = "use a plain URL, with credentials in the environment or the profile of the store's library"
 _FIX = "check the URL, and the credentials and the endpoint in the environment or the profile of the store's library"
 
 
@@ -54,8 +56,14 @@ class StoreFile:
 
 
 def is_url(path: str) -> bool:
-    """Whether a path of a source names a store."""
+    """Whether a path names a store."""
     return re.match(r"[a-z][a-z0-9+.-]+://", path) is not None
+
+
+def has_credentials(url: str) -> bool:
+    """Whether a user, a password or a signature is in a URL."""
+    parts = urlsplit(url)
+    return bool(parts.username or parts.password) or "=" in parts.query
 
 
 def find(url: str, suffixes: tuple[str, ...], where: str) -> list[StoreFile]:
@@ -72,15 +80,9 @@ def find(url: str, suffixes: tuple[str, ...], where: str) -> list[StoreFile]:
     from fsspec.core import has_magic  # type: ignore[import-untyped]
     from fsspec.utils import glob_translate  # type: ignore[import-untyped]
 
-    parts = urlsplit(url)
-    if parts.username or parts.password or (parts.query and not has_magic(url)) or "=" in parts.query:
-        raise UserError(
-            "a URL with credentials or a query",
-            where=where,
-            rule="recipes, and manifests of their data, must not have credentials",
-            fix="use a plain URL, with credentials in the environment or the profile of the store's library",
-        )
-    fs, root = _file_system(url, where)
+    if has_credentials(url) or (urlsplit(url).query and not has_magic(url)):
+        raise UserError("a URL with credentials or a query", where=where, rule=NO_CREDENTIALS, fix=PLAIN_URL)
+    fs, root = file_system(url, where)
 
     def listed() -> list[dict[str, Any]]:
         fs.invalidate_cache()
@@ -104,8 +106,11 @@ def find(url: str, suffixes: tuple[str, ...], where: str) -> list[StoreFile]:
     return sorted(files, key=lambda file: file.url)
 
 
-def _file_system(url: str, where: str) -> tuple[Any, str]:
-    """The store of a URL and the path in it; some connect here already.
+def file_system(url: str, where: str, *, anew: bool = False) -> tuple[Any, str]:
+    """The store of a URL, of fsspec, and the path in it; some connect here already.
+
+    Args:
+        anew: read the credentials again.
 
     Raises:
         UserError: as `find`.
@@ -116,7 +121,7 @@ def _file_system(url: str, where: str) -> tuple[Any, str]:
 
     def opened() -> tuple[Any, str]:
         try:
-            found: tuple[Any, str] = fsspec.core.url_to_fs(url)
+            found: tuple[Any, str] = fsspec.core.url_to_fs(url, **({"skip_instance_cache": True} if anew else {}))
         except (ImportError, ValueError) as error:
             # Releases of s3fs and gcsfs go with the release of fsspec that has their version.
             package = {"s3": "s3fs", "gs": "gcsfs"}.get(scheme)
@@ -125,12 +130,12 @@ def _file_system(url: str, where: str) -> tuple[Any, str]:
                 if package
                 else f"install the fsspec package for {scheme}://"
             )
-            raise UserError(f"cannot read {scheme}://: {error}", where=where, fix=extra) from error
+            raise UserError(f"cannot open {scheme}://: {error}", where=where, fix=extra) from error
         except (TypeError, AttributeError) as error:  # it has no place of its own, or needs more than a URL
             raise UserError(
-                f"cannot read {scheme}:// by a URL alone: {error}",
+                f"cannot open {scheme}:// by a URL alone: {error}",
                 where=f"{where}: {url}",
-                rule="a source's URL names a store such as s3://, gs://, az://, hf:// or https://",
+                rule="a URL names a store such as s3://, gs://, az://, hf:// or https://",
                 fix="use such a URL, or a local path",
             ) from error
         return found
@@ -160,7 +165,7 @@ class _Ranges(io.RawIOBase):
 
     def __init__(self, file: StoreFile) -> None:
         self._file, self._at = file, 0
-        self._fs, self._path = _file_system(file.url, file.url)
+        self._fs, self._path = file_system(file.url, file.url)
         # The Hub's files would read 5 MiB ahead with each range, and forget them.
         self._options = {"cache_type": "none"} if file.url.startswith("hf://") else {}
 

@@ -17,11 +17,11 @@ from pathlib import Path
 PACKAGE = "llmrecipes"
 PAGES = ("README.md", "CHANGELOG.md", "benchmarks/RESULTS.md")
 CODE_BUDGET = {
-    ".": 1430,
+    ".": 1443,
     "bench": 867,
-    "checkpoint": 1025,
+    "checkpoint": 1159,
     "cli": 3640,
-    "data": 7910,
+    "data": 7903,
     "diagnosis": 1016,
     "doctor": 1159,
     "dryrun": 600,
@@ -35,18 +35,18 @@ CODE_BUDGET = {
     "launch": 3193,
     "models": 4120,
     "plan": 5462,
-    "recipe": 8890,
+    "recipe": 8905,
     "report": 1824,
     "scaling": 400,
-    "search": 2493,
+    "search": 2494,
     "tracking": 2539,
-    "train": 2975,
+    "train": 3246,
     "verify": 650,
-    "workflow": 3680,
+    "workflow": 3685,
 }
 """Most lines of code of each package; `.` are the modules beside the packages. Whoever needs more removes something, or
 raises the number and says in the commit why."""
-WORD_BUDGET = {"README.md": 770, "docs/": 78_840}
+WORD_BUDGET = {"README.md": 770, "docs/": 79_150}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 LOOPS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case, ast.comprehension)

@@ -18,7 +18,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -64,7 +64,9 @@ class AsyncSaver:
         files: the engine's format.
         async_save: whether `save` returns before the files are written.
         most_recent_k, keep_interval, keep_best: see `CheckpointStore.prune`.
-        saved: told the step of each published checkpoint by the background thread of rank 0, before `prune`.
+        saved: told the step of each published checkpoint by the background thread of rank 0, before `prune`; what it
+            returns is that of `shared`.
+        shared: called on every rank with the step, and what `saved` has returned on rank 0; before `prune`.
 
     Raises:
         UserError: on every rank, if rank 0 cannot claim the store.
@@ -80,7 +82,8 @@ class AsyncSaver:
         most_recent_k: int = 2,
         keep_interval: int | None = None,
         keep_best: bool = False,
-        saved: Callable[[int], None] | None = None,
+        saved: Callable[[int], object] | None = None,
+        shared: Callable[[int, Any], None] | None = None,
     ) -> None:
         self._store = store
         self._group = group
@@ -88,6 +91,7 @@ class AsyncSaver:
         self._async = async_save
         self._prune_store = partial(store.prune, most_recent_k, keep_interval, keep_best=keep_best)
         self._saved = saved
+        self._shared = shared
         self._rank = group.rank
         self._token = claim(store, group)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_on_same_device())
@@ -194,9 +198,10 @@ class AsyncSaver:
                     failure,
                 )
             return SaveReport(info.step, time.monotonic() - started, None, str(failure))
+        answer = self._saved(info.step) if self._saved is not None and self._rank == 0 else None
+        if self._shared is not None:
+            self._shared(info.step, self._group.broadcast(answer))
         if self._rank == 0:
-            if self._saved is not None:
-                self._saved(info.step)
             self.prune()
         return SaveReport(info.step, time.monotonic() - started, path)
 

@@ -77,6 +77,8 @@ class CheckpointStore:
         self._lock: int | None = None
         self.held: set[int] = set()
         """Steps that `prune` keeps because another process reads them."""
+        self.copying: set[int] = set()
+        """Steps that `prune` keeps because they are copied to a store."""
         self._verified: set[int] = set()  # steps whose files this process has hashed
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -234,6 +236,16 @@ class CheckpointStore:
         self._verified.add(info.step)
         return Entry(target, manifest)
 
+    def adopt(self, temporary: Path, manifest: bytes, step: int) -> None:
+        """Publish a temporary directory with all files of a checkpoint that was saved elsewhere.
+
+        Raises:
+            OSError: the disk is full or fails.
+        """
+        write_synced(temporary / MANIFEST_NAME, manifest)
+        sync(temporary)
+        self._move_into_place(temporary, self.path(step))
+
     def discard(self, temporary: Path) -> None:
         """Delete a temporary directory."""
         shutil.rmtree(temporary, ignore_errors=True)
@@ -284,7 +296,7 @@ class CheckpointStore:
         keep = surviving(steps, most_recent_k, keep_interval) | set(verified)
         if keep_best and (lowest := best(entries)) is not None:
             keep.add(lowest.step)
-        doomed = [step for step in steps if step < verified[-1] and step not in keep | self.held]
+        doomed = [step for step in steps if step < verified[-1] and step not in keep | self.held | self.copying]
         for step in doomed:
             self._delete(self.path(step))
         return doomed

@@ -273,6 +273,9 @@ class Checkpoint(Section):
     also_export_interval: Annotated[PosInt | None, OnlyWith("also_export")] = None
     """Steps between these folders, a multiple of `save_interval`; the last checkpoint is always exported. Unset: every
     checkpoint."""
+    copy_to: Annotated[str, Field(max_length=1024)] | None = None
+    """Copy saved checkpoints to an object store in the background, such as `s3://bucket/runs`; a run that finds newer
+    ones there than in its directory continues from them."""
     max_failed_saves: PosInt = 3
     """Consecutive failed saves after which a run ends (exit code 93); every failed save raises an alarm."""
     non_persistent_save_interval: Annotated[PosInt | None, OnlyWith("non_persistent_local_ckpt_dir")] = None

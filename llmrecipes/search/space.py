@@ -143,6 +143,7 @@ def trial_recipe(recipe: Recipe, search: Search, values: Mapping[str, JsonValue]
         if problem := apply(data, Override(key, value, "")):
             raise UserError(problem.what, where=problem.key, rule=problem.rule, fix=problem.fix)
     data |= {"name": suffixed(recipe.name, SUFFIX), "search": None}
+    data["checkpoint"]["copy_to"] = None  # most trials are thrown away
     try:
         candidate = Recipe.model_validate(data)
     except ValidationError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llmrecipes.train.observers.base import Observer, Observers
+from llmrecipes.train.observers.copies import Copies
 from llmrecipes.train.observers.debug import AnomalyMode
 from llmrecipes.train.observers.exports import Exports
 from llmrecipes.train.observers.first_step import FirstStep
@@ -26,6 +27,7 @@ OBSERVERS: tuple[type[Observer], ...] = (
     LossAlarms,
     FirstStep,
     Exports,
+    Copies,
     TaskEvaluations,
     GarbageCollection,  # the last to begin: it excludes the objects of the others
 )

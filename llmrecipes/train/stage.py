@@ -190,6 +190,7 @@ def build_loop(joined: Joined, begun: StageStart, stack: ExitStack) -> tuple[Loo
             keep_interval=recipe.checkpoint.keep_interval,
             keep_best=recipe.checkpoint.keep_best,
             saved=joined.observers.saved,
+            shared=joined.observers.shared,
         )
     )
     progress = Progress() if begun.entry is None else resume(engine, begun.entry, world)

@@ -52,6 +52,7 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.train.fabric_check import leave_out_other_adapters, nccl_output, report_on_error, require_fabric
     from llmrecipes.train.joined import Joined
     from llmrecipes.train.observing import observers
+    from llmrecipes.train.remote_copies import bring
     from llmrecipes.train.stage import layouts, train_stages
 
     recipe = spec.recipe
@@ -83,6 +84,7 @@ def run(spec: RunSpec) -> ExitCode:
         group = saver_group()
         stack.callback(store.release)
         claim(store, group)
+        bring(spec, store, group)
         joined = Joined(spec, plan, cluster, platform, rank, lay_out, prepared, store, stop, group, network, watching)
         return train_stages(joined)
 

@@ -127,7 +127,8 @@ def range_recipe(recipe: Recipe, low: float, high: float, steps: int) -> Recipe:
         raise UserError(f"{steps}", where="--steps", rule=f"at least {LEAST_POINTS}", fix="--steps 100")
     tracking = dict.fromkeys(declared(type(recipe.tracking), MetricSink), False)
     kept = {"keep_interval": None, "keep_best": False, "non_persistent_save_interval": None,
-            "non_persistent_local_ckpt_dir": None, "also_export": None, "also_export_interval": None}  # fmt: skip
+            "non_persistent_local_ckpt_dir": None, "also_export": None, "also_export_interval": None,
+            "copy_to": None}  # fmt: skip
     defaults = type(recipe.tracking)()
     off = {name: getattr(defaults, name) for name in type(recipe.tracking).model_fields if name != "experiment"}
     sweep = recipe.model_copy(

@@ -161,7 +161,8 @@ def new_spec(recipe: Recipe, paths: Paths, options: TrainOptions) -> RunSpec:
     """
     run = Run.of(paths.runs_dir, recipe.name, checked_run_id(options.run_id))
     if not options.run.from_scratch:
-        require_complete(run.path)
+        if recipe.checkpoint.copy_to is None:  # else the ranks look for copies first
+            require_complete(run.path)
         if not options.run.from_best:
             _require_steps(recipe, run)
         require_same_recipe(recipe, run, paths.data_dir, accept=options.run.accept_changes)

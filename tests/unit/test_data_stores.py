@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ from llmrecipes import stores
 from llmrecipes.data.prepare import Prepared, prepare
 from llmrecipes.data.sources import sources
 from llmrecipes.recipe.sections.source import AnySource, make_source
+from tests.object_store import s3_server
 from tests.refusals import refused
 from tests.unit.data_recipes import recipe
 
@@ -172,20 +171,9 @@ def test_what_a_store_refuses_is_one_message(corpus: Path, monkeypatch: pytest.M
 def s3(corpus: Path, monkeypatch: pytest.MonkeyPatch, unused_port: int) -> Iterator[type]:
     """A server that has the corpus in `s3://corpus/web/`, with its credentials in the environment. The class of the
     file system, through which s3fs forgets credentials that are gone."""
-    server = subprocess.Popen([sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(unused_port)])
-    try:
-        for name, value in {"ENDPOINT_URL": f"http://127.0.0.1:{unused_port}", "ACCESS_KEY_ID": "a"}.items():
-            monkeypatch.setenv(f"AWS_{name}", value)
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "very-secret")
-        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        fsspec.get_filesystem_class("s3").clear_instance_cache()
-        store = fsspec.filesystem("s3")
-        stores.patiently(lambda: store.mkdir("corpus"), "s3://corpus")
+    with s3_server(monkeypatch, unused_port, "corpus") as store:
         store.put(f"{corpus}/", "corpus/web/", recursive=True)
         yield type(store)
-    finally:
-        server.kill()
-        server.wait()
 
 
 def test_s3(corpus: Path, s3: type, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,7 @@ TESTS = {
     "dpo.reference_log_probs": "tests/unit/test_precompute.py::test_a_run_is_the_one_with_the_reference",
     "layout.torch_compile": "tests/unit/test_engine_step.py::test_compiled_layers_compute_the_same",
     "layout.name": f"{NAMED}::test_layouts_one_after_another_train_as_one_process",
+    "checkpoint.copy_to": "tests/train/test_train_copies.py::test_a_run_goes_on_elsewhere_from_its_copies",
     "layouts": f"{NAMED}::test_layouts_one_after_another_train_as_one_process",
     "search": "tests/unit/test_checkpoint_loading.py::test_a_search_is_no_part_of_a_training",
 }

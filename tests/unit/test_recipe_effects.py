@@ -64,6 +64,7 @@ from llmrecipes.train.loaders import DataLoaders
 from llmrecipes.train.local_checkpoints import open_local
 from llmrecipes.train.loop import Loop
 from llmrecipes.train.observers import telemetry
+from llmrecipes.train.observers.copies import Copies
 from llmrecipes.train.observers.exports import Exports
 from llmrecipes.train.observers.garbage import GarbageCollection
 from llmrecipes.train.observers.hangs import limits as watch_limits
@@ -537,6 +538,12 @@ def exporting(recipe: Recipe, folder: Path, *_: Any) -> set[int] | None:
         for step in (1000, 2000):
             exports.saved(step)
     return store.held
+
+
+def copying(recipe: Recipe, folder: Path, *_: Any) -> bool:
+    """Whether checkpoints are copied to a store."""
+    spec: Any = SimpleNamespace(recipe=recipe)
+    return Copies.wanted(spec)
 
 
 def full_disk(recipe: Recipe, *_: Any) -> list[int]:
@@ -1118,6 +1125,7 @@ CASES: dict[str, Case] = {
     "checkpoint.keep_best": Case(True, saver),
     "checkpoint.also_export": Case("hf", exporting),
     "checkpoint.also_export_interval": Case(2000, exporting, {"checkpoint.also_export": "hf"}),
+    "checkpoint.copy_to": Case("s3://runs", copying),
     "checkpoint.max_failed_saves": Case(1, full_disk, {"checkpoint.save_interval": 2}),
     "checkpoint.non_persistent_save_interval": Case(5, local, LOCAL),
     "checkpoint.non_persistent_local_ckpt_dir": Case("other", local, LOCAL),

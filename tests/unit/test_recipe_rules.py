@@ -251,6 +251,18 @@ def test_the_reference_has_every_key_with_a_meaning() -> None:
 
 
 @pytest.mark.parametrize(
+    "url",
+    ["/mnt/runs", "runs", "https://example.org/runs", "hf://me/runs", "s3://me:very-secret@bucket/runs",
+     "s3://bucket/runs?X-Amz-Signature=very-secret", "s3://bucket/runs#x", ""],
+)  # fmt: skip
+def test_checkpoints_are_copied_to_stores_that_can_be_written_and_without_credentials(url: str) -> None:
+    with refused("checkpoint.copy_to", rule="s3://") as caught:
+        load("gpt-tiny", [f"checkpoint.copy_to='{url}'"])
+    assert "very-secret" not in str(caught.value)
+    assert load("gpt-tiny", ["checkpoint.copy_to=s3://bucket/a b"]).recipe.checkpoint.copy_to == "s3://bucket/a b"
+
+
+@pytest.mark.parametrize(
     ("key", "value", "other"),
     [
         ("optimizer.qk_clip_alpha", 0.3, "qk_clip"),

@@ -37,6 +37,8 @@ def of_recipe(recipe: Recipe, *, prepares: bool) -> Iterator[Need]:
     yield from of_tracking(recipe)
     if recipe.train.eval_tasks is not None:
         yield Need("train.eval_tasks", HARNESS, "eval")
+    if (url := recipe.checkpoint.copy_to) is not None and url.startswith("s3://"):
+        yield Need("checkpoint.copy_to", "s3fs", "corpora")
     if prepares:
         yield from of_data(recipe.data)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from llmrecipes.recipe.derived.degrees import multiples
-from llmrecipes.recipe.document import Problem
+from llmrecipes.recipe.document import Problem, clip
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.stores import NO_CREDENTIALS, PLAIN_URL, has_credentials, is_url
 
 
 def retention(recipe: Recipe) -> Iterator[Problem]:
@@ -41,3 +43,18 @@ def also_export(recipe: Recipe) -> Iterator[Problem]:
             "a complete model is a base model with the adapters merged",
             "train.pretrained, or remove also_export",
         )
+
+
+def copies(recipe: Recipe) -> Iterator[Problem]:
+    """Where checkpoints are copied to."""
+    url = recipe.checkpoint.copy_to
+    key = "checkpoint.copy_to"
+    if url is None:
+        return
+    if not is_url(url) or url.startswith(("http://", "https://", "hf://")):
+        rule = "checkpoints are copied to an object store that can be written"
+        yield Problem(
+            key, clip(repr(url)), rule, "a URL such as s3://bucket/runs, gs://bucket/runs or file:///mnt/runs"
+        )
+    elif has_credentials(url) or urlsplit(url).query or urlsplit(url).fragment:
+        yield Problem(key, "a URL with credentials or a query", NO_CREDENTIALS, f"s3://bucket/runs; {PLAIN_URL}")

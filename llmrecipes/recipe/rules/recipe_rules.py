@@ -416,7 +416,7 @@ _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     data_rules.by_source,
     data_rules.fill_in_the_middle, data_rules.token_sets, data_rules.monitored,
     data_rules.curriculum,
-    checkpoint_rules.retention, checkpoint_rules.also_export,
+    checkpoint_rules.retention, checkpoint_rules.also_export, checkpoint_rules.copies,
     _vocabulary, _spikes, _same_results, _secrets, _sink_settings,
     layer_pattern.unread,
     moe_rules.experts, moe_rules.dispatcher, moe_rules.latent_attention, moe_rules.multi_token_prediction,

@@ -244,7 +244,7 @@ def _even(width: float, limit: int) -> int:
 
 
 SUFFIX, ITERS = "-smoke", 20
-NOT_IN_REHEARSALS = [key for key in Checkpoint.model_fields if key.startswith(("keep_", "non_persistent_", "also_"))]
+NOT_IN_REHEARSALS = [key for key in Checkpoint.model_fields if key.split("_")[0] in ("keep", "non", "also", "copy")]
 # Elements: of a reduction, of what ZeRO-3 gathers at a time, and of parameters that it leaves whole.
 MAX_BUCKET = 1_000_000
 MAX_GATHERED = 100_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -78,8 +79,19 @@ class Observer:
         """
         return True
 
-    def saved(self, step: int) -> None:
-        """A checkpoint is published: on the first rank, by the saver's thread, before older ones are deleted."""
+    takes_part = False
+    """Whether `take` is to be called, which takes a message to all ranks for each checkpoint."""
+
+    def saved(self, step: int) -> bool:
+        """A checkpoint is published: on the first rank, by the saver's thread, before older ones are deleted.
+
+        Returns:
+            Whether to call `take`.
+        """
+        return False
+
+    def take(self, step: int) -> None:
+        """A checkpoint is published: on every rank, by the saver's thread, which waits for it."""
 
     def written(self, seconds: float) -> None:
         """A save has ended that took so long to write."""
@@ -121,10 +133,19 @@ class Observers(tuple[Observer, ...]):
         """The fields of all observers."""
         return {name: value for each in self for name, value in each.fields(step, seconds).items()}
 
-    def saved(self, step: int) -> None:
-        """See `Observer.saved`."""
-        for each in self:
-            each.saved(step)
+    def saved(self, step: int) -> list[bool]:
+        """See `Observer.saved`; the answer of each."""
+        return [each.saved(step) for each in self]
+
+    @property
+    def shared(self) -> Callable[[int, list[bool]], None] | None:
+        """What calls `Observer.take` on a rank; None: nothing takes part."""
+        return self._take if any(each.takes_part for each in self) else None
+
+    def _take(self, step: int, wanted: list[bool]) -> None:
+        for each, is_wanted in zip(self, wanted, strict=True):
+            if is_wanted:
+                each.take(step)
 
     def written(self, seconds: float) -> None:
         """See `Observer.written`."""

@@ -82,11 +82,12 @@ class Exports(Observer):
         if self._has_begun:
             self.cancel()
 
-    def saved(self, step: int) -> None:
+    def saved(self, step: int) -> bool:
         """A checkpoint was published; called by the saver's thread before older ones are deleted."""
         if step % (self._recipe.checkpoint.also_export_interval or 1) == 0 or step == self._recipe.train.train_iters:
             self.joined.store.held.add(step)
             self._saved.put(step)
+        return False
 
     def resume(self) -> None:
         """The run goes on: the export of its newest checkpoint may have been interrupted."""

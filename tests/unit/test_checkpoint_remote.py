@@ -1,0 +1,211 @@
+"""Copies of checkpoints in S3 of moto's server: complete or none, through faults of the store and the network."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec  # type: ignore[import-untyped]
+import pytest
+
+from llmrecipes import stores
+from llmrecipes.checkpoint import remote as remote_module
+from llmrecipes.checkpoint.manifest import MANIFEST_NAME, CheckpointInfo, Monitored, read_manifest
+from llmrecipes.checkpoint.rank_groups import own_share
+from llmrecipes.checkpoint.remote import RemoteCheckpoints
+from llmrecipes.checkpoint.store import CheckpointStore
+from tests.object_store import Proxy, credentials, first, give_up_after, s3_server
+from tests.refusals import refused
+
+RANKS = 3
+URL, RUN = "s3://runs/folder with a space", "gpt/a"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Port of the server, which has an empty bucket."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    with pytest.MonkeyPatch.context() as patch, s3_server(patch, port, "runs"):
+        yield port
+
+
+@pytest.fixture
+def proxy(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """Before the server, whose bucket is empty; few tries, and short ones."""
+    credentials(monkeypatch, server)
+    store = fsspec.filesystem("s3", skip_instance_cache=True)
+    if store.exists("runs/folder with a space"):
+        store.rm("runs/folder with a space", recursive=True)
+    proxy = Proxy(server)
+    credentials(monkeypatch, proxy.port)
+    give_up_after(monkeypatch, 20)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints")
+
+
+def saved(store: CheckpointStore, step: int, loss: float | None = None) -> Path:
+    """A checkpoint of three ranks, in files of which one is in a folder."""
+    temporary = store.temporary(step)
+    (temporary / "folder").mkdir()
+    for number in range(RANKS):
+        (temporary / f"__{number}_0.distcp").write_bytes(bytes([number, step]) * 50_000)
+    (temporary / "folder" / "index.bin").write_bytes(b"index")
+    info = CheckpointInfo(
+        step=step,
+        consumed_samples=step,
+        consumed_tokens=step,
+        layout={},
+        recipe_hash="r",
+        monitored=None if loss is None else Monitored(step=step, loss=loss),
+    )
+    return store.publish(temporary, info, versions={}).path
+
+
+def copied(folder: Path) -> RemoteCheckpoints:
+    """Copy a checkpoint as three ranks do, the first of which sees that the others are done."""
+    ranks = [RemoteCheckpoints(URL, RUN) for _ in range(RANKS)]
+    files = read_manifest(folder).files
+    threads = [
+        threading.Thread(target=each.upload, args=(folder, own_share(files, number, RANKS)))
+        for number, each in enumerate(ranks)
+    ]
+    for thread in threads:
+        thread.start()
+    ranks[0].announce(folder, lambda: False)
+    for thread in threads:
+        thread.join()
+    return ranks[0]
+
+
+def fetched(remote: RemoteCheckpoints, step: int, store: CheckpointStore) -> Path:
+    """Fetch a copy into a store."""
+    manifest, content = remote.manifest(step)
+    temporary = store.temporary(step, "copy")
+    for rank in range(RANKS):
+        remote.fetch(step, own_share(manifest.files, rank, RANKS), manifest.files, temporary)
+    store.adopt(temporary, content, step)
+    return store.path(step)
+
+
+def require_same(one: Path, other: Path) -> None:
+    names = {path.relative_to(one) for path in one.rglob("*") if path.is_file()}
+    assert names == {path.relative_to(other) for path in other.rglob("*") if path.is_file()}
+    assert all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
+
+
+@pytest.mark.usefixtures("proxy")
+def test_a_copy_is_none_before_all_of_it_is_there(store: CheckpointStore, tmp_path: Path) -> None:
+    folder = saved(store, 10)
+    remote = RemoteCheckpoints(URL, RUN)
+    assert remote.steps() == []
+    files = read_manifest(folder).files
+    remote.upload(folder, own_share(files, 0, RANKS))
+    missing = own_share(files, 1, RANKS)
+    with refused(remote.url) as caught:
+        remote.announce(folder, lambda: True)
+    assert missing[0] in str(caught.value) and remote.steps() == []
+    assert copied(folder).steps() == [10]
+    require_same(fetched(remote, 10, CheckpointStore(tmp_path / "elsewhere")), folder)
+
+
+def test_what_is_there_is_not_sent_again(proxy: Proxy, store: CheckpointStore) -> None:
+    folder = saved(store, 10)
+    remote = RemoteCheckpoints(URL, RUN)
+    names = list(read_manifest(folder).files)
+    remote.upload(folder, names)
+    sent = sum(method in ("PUT", "POST") for method, _ in proxy.asked)
+    remote.upload(folder, names)
+    assert sent >= len(names) and sum(method in ("PUT", "POST") for method, _ in proxy.asked) == sent
+
+
+@pytest.mark.parametrize(
+    ("number", "fault", "of"),
+    [(2, 503, "PUT"), (3, "cut", "PUT"), (1, "hang", "PUT"), (2, 500, "GET")],
+)
+def test_a_copy_gets_through_faults(
+    number: int, fault: int | str, of: str, proxy: Proxy, store: CheckpointStore, tmp_path: Path
+) -> None:
+    folder = saved(store, 10)
+    proxy.fault = first(number, fault, of)
+    remote = copied(folder)
+    proxy.fault = first(number, fault, "GET")
+    require_same(fetched(remote, 10, CheckpointStore(tmp_path / "elsewhere")), folder)
+
+
+@pytest.mark.parametrize("fault", [403, 507, "hang", "cut"])
+def test_a_store_that_does_not_take_it_is_one_message_in_time(
+    fault: int | str, proxy: Proxy, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(store, 10)
+    remote = RemoteCheckpoints(URL, RUN)
+    monkeypatch.setattr(stores, "PATIENCE_SECONDS", 2.0)
+    proxy.fault = first(10_000, fault)
+    with refused(remote.url) as caught:
+        remote.upload(folder, ["__0_0.distcp"])
+    assert "very-secret" not in str(caught.value)
+    with refused(remote.url):
+        remote.announce(folder, lambda: False)
+    proxy.fault = first(0, 0)
+    assert RemoteCheckpoints(URL, RUN).steps() == []
+
+
+@pytest.mark.usefixtures("proxy")
+def test_a_bucket_that_is_not_there_is_one_message(store: CheckpointStore) -> None:
+    remote = RemoteCheckpoints("s3://none", RUN)
+    assert remote.steps() == []
+    with refused(remote.url):
+        remote.upload(saved(store, 10), ["__0_0.distcp"])
+
+
+@pytest.mark.parametrize("damage", ["changed", "shorter", "gone", "manifest"])
+def test_a_damaged_copy_is_not_fetched(damage: str, proxy: Proxy, store: CheckpointStore, tmp_path: Path) -> None:
+    remote = copied(saved(store, 10))
+    s3: Any = fsspec.filesystem("s3", skip_instance_cache=True)
+    file = f"runs/folder with a space/{RUN}/step-00000010/__1_0.distcp"
+    content = s3.cat_file(file)
+    manifest = file.replace("__1_0.distcp", MANIFEST_NAME)
+    if damage == "changed":
+        s3.pipe_file(file, b"\xff" + content[1:])
+    elif damage == "shorter":
+        s3.pipe_file(file, content[1:])
+    elif damage == "gone":
+        s3.rm_file(file)
+    else:
+        s3.pipe_file(manifest, s3.cat_file(manifest).replace(b'"step": 10', b'"step": 11'))
+    elsewhere = CheckpointStore(tmp_path / "elsewhere")
+    with refused("step-00000010"):
+        fetched(remote, 10, elsewhere)
+    assert elsewhere.entries() == []
+
+
+def test_old_copies_go_as_checkpoints_do(proxy: Proxy, store: CheckpointStore) -> None:
+    for step, loss in ((5, 3.0), (10, 1.0), (15, 2.0), (20, 2.5), (25, 2.0)):
+        remote = copied(saved(store, step, loss))
+    proxy.asked.clear()
+    assert remote.prune(2, 15, keep_best=True, before=25) == [5]
+    deleted = [path for method, path in proxy.asked if method in ("DELETE", "POST")]
+    assert deleted[0].endswith(f"step-00000005/{MANIFEST_NAME}")  # first: a copy that is half gone is none
+    assert remote.steps() == [10, 15, 20, 25]
+    assert remote.prune(2, None, keep_best=False, before=25) == [10, 15]
+
+
+@pytest.mark.usefixtures("proxy")
+def test_a_copy_that_does_not_fit_is_not_begun(
+    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = copied(saved(store, 10))
+    monkeypatch.setattr(remote_module.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
+    elsewhere = CheckpointStore(tmp_path / "elsewhere")
+    with refused(str(elsewhere.directory)):
+        fetched(remote, 10, elsewhere)
+    assert not list(elsewhere.directory.rglob("*.distcp"))
