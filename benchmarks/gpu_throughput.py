@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from benchmarks.common import close, machine, parser, show
+from benchmarks.former import MICRO_BATCH
 from benchmarks.throughput_cpu import NEEDS
 from benchmarks.turns import Contender, write_job
 from llmrecipes.errors import UserError
@@ -35,6 +36,7 @@ COLUMNS = ("", "parameters", "tokens/s", "MFU full", "MFU causal", "peak GiB", "
 
 def sized(recipe_name: str, changes: list[str], accumulate: int) -> Recipe:
     """A recipe whose step is some micro-batches."""
+    changes = [*MICRO_BATCH.get(recipe_name, ()), *changes]
     recipe = load(recipe_name, changes).recipe
     batch = recipe.layout.micro_batch_size * accumulate
     return load(recipe_name, [*changes, f"train.global_batch_size={batch}"]).recipe

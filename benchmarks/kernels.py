@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from benchmarks.common import parser
+from benchmarks.former import MICRO_BATCH
 from llmrecipes.dryrun.recorder import pattern
 from llmrecipes.dryrun.simulation import batches
 from llmrecipes.engine.backends import backend
@@ -338,7 +339,7 @@ def rates() -> dict[str, tuple[float, float]]:
 def planned(name: str, overrides: list[str], changes: dict[str, Any]) -> Plan:
     """A recipe on one H200 with one micro-batch."""
     texts = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
-    recipe = load(name, [*overrides, "model.transformer_impl=local", *texts]).recipe
+    recipe = load(name, [*MICRO_BATCH.get(name, ()), *overrides, "model.transformer_impl=local", *texts]).recipe
     train = recipe.train.model_copy(update={"global_batch_size": recipe.layout.micro_batch_size})
     gpu = DetectedGpu("NVIDIA H200", 139 << 30, 139 << 30, 989.4)
     return derive(recipe.model_copy(update={"train": train}), 1, changed(detect(), gpus=(gpu,)))

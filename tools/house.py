@@ -17,36 +17,36 @@ from pathlib import Path
 PACKAGE = "llmrecipes"
 PAGES = ("README.md", "CHANGELOG.md", "benchmarks/RESULTS.md")
 CODE_BUDGET = {
-    ".": 1443,
+    ".": 1447,
     "bench": 867,
     "checkpoint": 1159,
     "cli": 3640,
-    "data": 7903,
+    "data": 7910,
     "diagnosis": 1016,
     "doctor": 1159,
     "dryrun": 600,
-    "engine": 8835,
+    "engine": 8839,
     "evaluation": 1714,
     "faults": 600,
     "files": 50,
-    "foreign": 1629,
-    "hardware": 1100,
-    "hf": 2185,
-    "launch": 3193,
+    "foreign": 1634,
+    "hardware": 1102,
+    "hf": 2360,
+    "launch": 3201,
     "models": 4120,
-    "plan": 5462,
-    "recipe": 8905,
+    "plan": 5470,
+    "recipe": 8931,
     "report": 1824,
     "scaling": 400,
-    "search": 2494,
+    "search": 2499,
     "tracking": 2539,
     "train": 3246,
     "verify": 650,
-    "workflow": 3685,
+    "workflow": 3697,
 }
 """Most lines of code of each package; `.` are the modules beside the packages. Whoever needs more removes something, or
 raises the number and says in the commit why."""
-WORD_BUDGET = {"README.md": 770, "docs/": 79_150}
+WORD_BUDGET = {"README.md": 770, "docs/": 79_200}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 LOOPS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case, ast.comprehension)

@@ -334,8 +334,8 @@ def _part(command: str, loaded: Loaded, figures: dict[str, Any]) -> CardPart:
 
 
 def _hash(loaded: Loaded) -> str:
-    """Of the whole recipe: figures also depend on how it is executed."""
-    return hash_of(loaded.recipe.model_dump(mode="json"))
+    """Of the whole recipe, because figures also depend on how it is executed; but not on what decides that."""
+    return hash_of(loaded.recipe.with_layout(name=None).model_dump(mode="json"))
 
 
 def _command(part: PartName, name: str, plan: RunPlan, cluster: str) -> list[str]:

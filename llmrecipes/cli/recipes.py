@@ -218,6 +218,7 @@ def _translate(source: Path, wanted: Wanted, out: Path, *, force: bool, as_json:
 def show(recipe: RecipeArgument, overrides: OverridesArgument = NO_OVERRIDES, as_json: JsonOption = False) -> None:
     """Show a resolved recipe: every key with its value."""
     from llmrecipes.recipe.load import load, to_yaml
+    from llmrecipes.recipe.reading.layouts import UNDECIDED, undecided
     from llmrecipes.recipe.rules.extra_rules import not_verified
 
     loaded = load(recipe, overrides)
@@ -225,6 +226,8 @@ def show(recipe: RecipeArgument, overrides: OverridesArgument = NO_OVERRIDES, as
         print(json.dumps({"recipe": loaded.recipe.model_dump(mode="json"), "hash": loaded.hash}, indent=2))
     else:
         notes = [f"# {note}" for note in not_verified(loaded.recipe)]
+        if undecided(loaded.recipe):
+            notes.append(f"# layout: auto: {UNDECIDED}")
         tables.show(f"# {loaded.path}, hash {loaded.hash[:12]}", *notes, to_yaml(loaded.recipe))
 
 

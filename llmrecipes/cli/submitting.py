@@ -215,8 +215,9 @@ def _count(number: int, what: str) -> str:
 
 
 def _print_preview(preview: Preview, dry_run: bool) -> None:
-    """Print to stderr, so that a dry run's output can be piped; after a submission, only warnings."""
+    """Print to stderr, so that a dry run's output can be piped; after a submission, only the layout and warnings."""
     sys.stdout.flush()
-    lines = preview.lines() if dry_run else (f"warning: {text}" for text in preview.warnings)
+    chosen = [] if preview.layout is None else [f"layout auto: {preview.layout}"]
+    lines = preview.lines() if dry_run else (*chosen, *(f"warning: {text}" for text in preview.warnings))
     for line in lines:
         print(line, file=sys.stderr)

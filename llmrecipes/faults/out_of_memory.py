@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from dataclasses import replace
 
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.cluster import detect
@@ -85,12 +84,9 @@ def out_of_memory(error: BaseException, recipe: Recipe, *, ranks: int, nodes: in
     described = describe_oom(error)
     if described is None:
         return None
-    machine = detect().times(nodes)
-    # As before the run, which holds what is no longer free.
-    gpus = tuple(replace(gpu, memory_free_bytes=gpu.memory_bytes) for gpu in machine.gpus)
-    machine = replace(machine, gpus=gpus, memory_available_bytes=machine.memory_bytes)
+    machine = detect().times(nodes).emptied()  # as before the run
     try:
-        if described.startswith(_GPU_MEMORY) or not gpus:
+        if described.startswith(_GPU_MEMORY) or not machine.gpus:
             variables = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
             allocator = next((os.environ[name] for name in variables if name in os.environ), "")
             hints = memory_hints(derive_run(recipe, ranks, machine).largest, allocator=allocator)

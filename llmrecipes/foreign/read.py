@@ -16,6 +16,7 @@ from llmrecipes.hardware.machine import planned
 from llmrecipes.recipe.document import Kind, clip, read
 from llmrecipes.recipe.load import DEFAULTS_NOTE, load_values, short
 from llmrecipes.recipe.reading.foreign import KINDS, Foreign, recognized
+from llmrecipes.recipe.reading.layouts import CHOSEN
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.workflow.new import Wanted
 
@@ -69,6 +70,9 @@ def translate(path: Path, wanted: Wanted) -> Translated:
         draft.change(override)
     _vocabulary(draft)
     draft.settle(path)
+    layout = draft.values.get("layout", {})
+    if not layout.keys().isdisjoint(CHOSEN):
+        layout.setdefault("name", None)  # what the file leaves out has its default, and is not chosen
     recipe = load_values(draft.values, Path(f"{wanted.name}.yaml")).recipe
     header = f"Translated from {path.name} of {foreign.program}. {DEFAULTS_NOTE}"
     return Translated(recipe, short(recipe, {}, header), draft)

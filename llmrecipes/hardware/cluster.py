@@ -95,6 +95,11 @@ class Cluster:
             nodes=self.nodes * nodes,
         )
 
+    def emptied(self) -> Cluster:
+        """The same with all memory free: what it is like without the run that is on it, and in the next one."""
+        gpus = tuple(replace(gpu, memory_free_bytes=gpu.memory_bytes) for gpu in self.gpus)
+        return replace(self, gpus=gpus, memory_available_bytes=self.memory_bytes)
+
     @property
     def device(self) -> Literal["cpu", "cuda"]:
         """`cuda` where there is a GPU, else `cpu`."""

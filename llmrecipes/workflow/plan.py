@@ -17,6 +17,7 @@ from llmrecipes.plan.run_plan import RunPlan, derive_run
 from llmrecipes.plan.speed.choice import choose
 from llmrecipes.recipe.derived.degrees import least_ranks
 from llmrecipes.recipe.derived.stage_runs import stage_named, stage_recipes
+from llmrecipes.recipe.reading.layouts import undecided
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.units import MIB
 
@@ -91,7 +92,8 @@ def plan_on(recipe: Recipe, *, nproc: int | None, cluster: str | None, nodes: in
         nodes: nodes of the cluster; None: the fewest that fit the ranks.
 
     Raises:
-        UserError: no such profile, or a layout that does not divide the ranks. A plan that does not fit raises nothing.
+        UserError: no such profile, a layout that does not divide the ranks, or none to choose. A plan that does not fit
+            raises nothing.
     """
     machine = planned(cluster, nodes, nproc or least_ranks(recipe))
     ranks = default_world_size(recipe, machine) if nproc is None else nproc
@@ -108,7 +110,12 @@ def placement(
     """
     ranks = least_ranks(recipe) if nproc is None else nproc
     of_stage = stage_recipes(recipe)[0] if stage is None else stage_named(recipe, stage)
-    return place(of_stage, ranks, None if cluster is None else planned(cluster, nodes, ranks))
+    machine = None if cluster is None else planned(cluster, nodes, ranks)
+    if undecided(recipe) and machine is not None:
+        plan, machine = plan_on(recipe, nproc=nproc, cluster=cluster, nodes=nodes)
+        if plan.chosen is not None:
+            return place(plan.recipe, plan.world_size, machine)
+    return place(of_stage, ranks, machine)
 
 
 def laid_out(recipe: Recipe, ranks: int, machine: Cluster, profile: Profile | None) -> RunPlan:

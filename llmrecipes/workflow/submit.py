@@ -30,6 +30,7 @@ from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.speed.choice import Choice, choose, overrides_of
 from llmrecipes.recipe.load import load
+from llmrecipes.recipe.reading.layouts import is_name
 from llmrecipes.recipe.reading.overrides import parse_override
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.runfiles import RunFiles, checked_run_id
@@ -114,7 +115,10 @@ def plan_for(
 
 def _with_layout(recipe: str, overrides: list[str], choice: Choice) -> list[str]:
     """Overrides with which the job has the layout that was chosen here, whatever it would choose there."""
-    others = ["layout=null", *(override for override in overrides if parse_override(override).key != "layout")]
+    changes = zip(overrides, map(parse_override, overrides), strict=True)
+    others = [text for text, change in changes if change.key != "layout" or not is_name(change.value)]
+    # A layout that was asked for replaces keys of the file.
+    others.append("layout.name=null" if len(others) == len(overrides) else "layout=null")
     return [*others, *overrides_of(load(recipe, others).recipe, choice)]
 
 
@@ -207,6 +211,7 @@ class Preview:
     """Preview of a job: resources and requirements.
 
     Attributes:
+        layout: what `layout: auto` chose, and why; None: nothing was chosen.
         place: where it is queued: Slurm's partition, or Kubernetes' namespace and queue.
         time_limit: in Slurm's format; None: the partition's default. Kubernetes has none.
         checkpoints_bytes: maximum disk use of checkpoints, without those kept by `checkpoint.keep_interval`.
@@ -219,6 +224,7 @@ class Preview:
     gpus: int
     gpu: str | None
     ranks: int
+    layout: str | None
     memory_bytes: int
     memory_capacity_bytes: int
     memory_headroom: float
@@ -242,6 +248,7 @@ class Preview:
         share = f"({self.memory_headroom:.0%} headroom)"
         rows = {
             "nodes": f"{nodes}, {hardware}, {self.ranks} {'rank' if self.ranks == 1 else 'ranks'}",
+            **({} if self.layout is None else {"layout": self.layout}),
             "memory": f"{gib(self.memory_bytes)} of {gib(self.memory_capacity_bytes)} a rank {share}",
             **{name: value or "the site's default" for name, value in self.place.items()},
             "time limit": self.time_limit or "the partition's own",
@@ -280,6 +287,7 @@ def preview(submitted: Submitted) -> Preview:
         gpus=len(planned.site.gpus),
         gpu=planned.site.gpus[0].name if planned.site.gpus else None,
         ranks=plan.world_size,
+        layout=None if plan.chosen is None else plan.chosen["text"],
         memory_bytes=plan.largest.memory.total,
         memory_capacity_bytes=plan.largest.memory_capacity_bytes,
         memory_headroom=round(plan.largest.memory_headroom, 4),

@@ -28,6 +28,7 @@ from llmrecipes.console import ignore_library_warnings
 from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load, names
+from llmrecipes.recipe.reading.layouts import UNDECIDED, undecided
 from tests.helpers import ROOMY
 from tests.refusals import has_token, require_message
 
@@ -106,7 +107,14 @@ def test_show_prints_the_resolved_recipe(capsys: pytest.CaptureFixture[str]) -> 
     assert code == 0
     assert "\n  lr: 0.001\n" in out
     loaded = load("gpt-tiny", ["optimizer.lr=1e-3"])
-    assert yaml.safe_load(out) == loaded.recipe.model_dump(mode="json")
+    resolved = loaded.recipe.model_dump(mode="json")
+    for key in ("name", *undecided(loaded.recipe)):
+        del resolved["layout"][key]
+    assert yaml.safe_load(out) == resolved
+    assert f"# layout: auto: {UNDECIDED}\n" in out
+    pinned = run(capsys, "show", "gpt-tiny", "layout.name=null")[1]
+    assert UNDECIDED not in pinned
+    assert yaml.safe_load(pinned) == load("gpt-tiny", ["layout.name=null"]).recipe.model_dump(mode="json")
     shown = json.loads(run(capsys, "show", "gpt-tiny", "optimizer.lr=1e-3", "--json")[1])
     assert shown == {"recipe": loaded.recipe.model_dump(mode="json"), "hash": loaded.hash}
 
@@ -144,7 +152,8 @@ def test_version_names_what_a_bug_report_needs_and_loads_nothing_heavy() -> None
 
 
 def test_a_plan_of_what_does_not_fit_says_what_does(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("plan", "gpt-1b", "--cluster", "rtx-4090", "--nodes", "1", "--details")
+    layout = ("layout=null", "layout.micro_batch_size=8")
+    asked = ("plan", "gpt-1b", *layout, "--cluster", "rtx-4090", "--nodes", "1", "--details")
     code, out, error = run(capsys, *asked)
     assert code == 2 and "NOT" in out
     require_message(error, "recipe gpt-1b")

@@ -27,15 +27,18 @@ def config(name: str, *overrides: str, ranks: int = 2) -> dict[str, Any]:
         (
             "stage-2-fp16-offload",
             "gpt-1b",
-            (*PLAIN, "layout.zero.stage=2", "layout.zero.offload_optimizer=cpu", "train.precision=fp16"),
+            (
+                *PLAIN, "layout.micro_batch_size=8", "layout.zero.stage=2", "layout.zero.offload_optimizer=cpu",
+                "train.precision=fp16",
+            ),
         ),
         (
             "stage-3-nvme",
             "gpt-1b",
             (
-                *PLAIN, "layout.zero.stage=3", "layout.zero.offload_optimizer=nvme", "layout.zero.offload_param=cpu",
-                "layout.zero.nvme_path=/local_nvme", "layout.zero.extra.aio.block_size=1048576",
-                "optimizer.clip_grad=0",
+                *PLAIN, "layout.micro_batch_size=8", "layout.zero.stage=3", "layout.zero.offload_optimizer=nvme",
+                "layout.zero.offload_param=cpu", "layout.zero.nvme_path=/local_nvme",
+                "layout.zero.extra.aio.block_size=1048576", "optimizer.clip_grad=0",
             ),
         ),
     ],

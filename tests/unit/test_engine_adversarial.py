@@ -158,7 +158,7 @@ def test_a_step_that_is_computed_again_is_the_same() -> None:
 
 def test_the_plan_has_all_passes() -> None:
     keys = "train.adversarial={type: freelb, epsilon: 0.1, alpha: 0.1, steps: 3}"
-    same = "layout.recompute_granularity=null"  # auto recomputes more where there is less memory
+    same = "layout=null"  # auto chooses another one where there is less memory
     several, one = (
         plan_on(load("llama3-8b", [same, *each]).recipe, nproc=None, cluster="h100-ib", nodes=8)[0].largest
         for each in ([keys], [])

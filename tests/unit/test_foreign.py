@@ -540,6 +540,7 @@ def test_yaml_of_nemo_and_megatron_bridge(folder: Path, capsys: pytest.CaptureFi
     recipe, account = translated("bridge.yaml", "--like", "llama3-8b", capsys=capsys)
     assert account["kind"] == "Megatron-Bridge" and recipe.model.seq_length == 2048 and recipe.train.seed == 7
     assert recipe.layout.sequence_parallel and recipe.scheduler.lr_warmup_iters == 20
+    assert recipe.layout.name is None, "its layout is that of the file, with that program's defaults"
     assert left_out(account)["dataset.odd"]
     (folder / "nemo.yaml").write_text(NEMO)
     recipe, account = translated("nemo.yaml", capsys=capsys)

@@ -15,6 +15,7 @@ from llmrecipes.cli.app import run
 from llmrecipes.hardware.load import load_profile, names
 from llmrecipes.launch.skypilot.launcher import RECIPE, accelerator
 from llmrecipes.recipe.load import load
+from llmrecipes.workflow.submit import plan_for
 from tests.refusals import require_message
 
 STRING: dict[str, Any] = {"type": "string"}
@@ -83,7 +84,7 @@ def test_each_node_trains_the_recipe_with_its_rank(tmp_path: Path, capsys: pytes
     assert words[:4] == ["train", str(tmp_path / "own" / "recipe.yaml"), "--run-id", "first"]
     assert "--accept-changes" in words and words[words.index("--nproc") + 1] == "32"
     assert words[words.index("--nnodes") :] == ["--nnodes", "4", "--node-rank", "2", "--rdzv", "10.0.0.1:29500"]
-    assert load(words[1]).recipe == load("gpt-1b").recipe
+    assert load(words[1]).recipe == plan_for("gpt-1b", [], "h100-ib", 4).recipe, "in the layout that was chosen"
 
 
 def test_one_node_needs_no_volume_and_an_image_no_checkout(capsys: pytest.CaptureFixture[str]) -> None:

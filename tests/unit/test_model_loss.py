@@ -198,9 +198,10 @@ def test_compiled_kernels_compute_the_same_loss(tokens: int, train: dict[str, An
 
 def test_a_rank_without_a_compiler_computes_in_chunks_what_was_planned_at_once() -> None:
     gpu = DetectedGpu("NVIDIA H100", 79 * GIB, 79 * GIB, None)
-    plan = derive(load("gpt-125m", []).recipe, 1, replace(ROOMY, gpus=(gpu,)))
+    micro = "layout.micro_batch_size=32"
+    plan = derive(load("gpt-125m", [micro]).recipe, 1, replace(ROOMY, gpus=(gpu,)))
     assert [loss_chunk_tokens(plan, compiled=compiled) for compiled in (True, False)] == [0, 4096]
-    whole = derive(load("gpt-125m", ["layout.loss_chunk_tokens=0"]).recipe, 1, replace(ROOMY, gpus=(gpu,)))
+    whole = derive(load("gpt-125m", [micro, "layout.loss_chunk_tokens=0"]).recipe, 1, replace(ROOMY, gpus=(gpu,)))
     assert loss_chunk_tokens(whole, compiled=False) == 0
 
 

@@ -25,6 +25,7 @@ from llmrecipes.recipe.derived.degrees import least_ranks, smallest_world
 from llmrecipes.recipe.derived.shape import Shape, shape
 from llmrecipes.recipe.load import load, names
 from llmrecipes.recipe.schema import Model, Recipe
+from llmrecipes.workflow.plan import laid_out
 from tests.helpers import ROOMY
 from tests.refusals import refused
 
@@ -141,7 +142,7 @@ def test_shipped_recipes_fit_where_they_are_meant_to_run(name: str) -> None:
     cluster, nodes, size = SITES[name]
     shipped, profile = recipe(name), load_profile(cluster)
     site = machine(profile, nodes)
-    run = derive_run(shipped, nodes * profile.ranks_per_node, site)
+    run = laid_out(shipped, nodes * profile.ranks_per_node, site, profile)
     plan = run.largest
     check_run(run, site)
     assert run.fits
@@ -163,7 +164,7 @@ def test_shipped_recipes_fit_where_they_are_meant_to_run(name: str) -> None:
         experts = parallel.expert_model_parallel_size * parallel.pipeline_model_parallel_size > ranks
         key = "layout" if least_ranks(shipped) > ranks else f"recipe {name}"
         with refused("layout.expert_model_parallel_size" if experts else key):
-            check_run(derive_run(shipped, ranks, fewer), fewer)
+            check_run(laid_out(shipped, ranks, fewer, profile), fewer)
 
 
 FOUR_STAGES = ("layout.pipeline_model_parallel_size=4", "layout.tensor_model_parallel_size=2")
@@ -199,9 +200,11 @@ def test_stages_that_are_like_an_earlier_one_do_not_decide(name: str, changes: t
 
 
 # Dense with tensor, pipeline and context parallelism; experts with latent attention; data parallelism alone.
-@pytest.mark.parametrize("name", ["llama3-405b", "deepseek-v3", "gpt-125m"])
-def test_every_number_of_a_plan(name: str, golden: Callable[[str, Any], None]) -> None:
-    shipped = recipe(name)
+@pytest.mark.parametrize(
+    ("name", "micro"), [("llama3-405b", ()), ("deepseek-v3", ()), ("gpt-125m", ("layout.micro_batch_size=32",))]
+)
+def test_every_number_of_a_plan(name: str, micro: tuple[str, ...], golden: Callable[[str, Any], None]) -> None:
+    shipped = recipe(name, *micro)
     cluster = gpus(max(8, smallest_world(shipped.layout)))
     golden(f"plan-{name}.json", derive(shipped, default_world_size(shipped, cluster), cluster).as_dict())
 
@@ -235,10 +238,11 @@ def test_a_batch_that_does_not_divide_names_what_does() -> None:
 
 
 def test_the_default_number_of_ranks() -> None:
-    assert default_world_size(recipe("gpt-125m"), NODE) == 8
-    assert default_world_size(recipe("gpt-125m"), LAPTOP) == 1
+    micro = "layout.micro_batch_size=32"
+    assert default_world_size(recipe("gpt-125m", micro), NODE) == 8
+    assert default_world_size(recipe("gpt-125m", micro), LAPTOP) == 1
     # A batch of six micro-batches leaves two of eight GPUs idle rather than being refused.
-    assert default_world_size(recipe("gpt-125m", "train.global_batch_size=192"), NODE) == 6
+    assert default_world_size(recipe("gpt-125m", micro, "train.global_batch_size=192"), NODE) == 6
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:
@@ -282,7 +286,7 @@ def test_activations_agree_with_the_published_formula() -> None:
 
 def test_recomputation_and_smaller_batches_need_less() -> None:
     def activations(*overrides: str, device: str = "cuda") -> int:
-        changed = recipe("gpt-1b", *overrides)
+        changed = recipe("gpt-1b", "layout.micro_batch_size=8", *overrides)
         return memory_of(changed, device=device).activations
 
     full = ("layout.recompute_granularity=full", "layout.recompute_num_layers=1")
@@ -357,7 +361,7 @@ def recomputed(plan: Plan) -> float:
 def test_what_fits_passes_and_what_does_not_is_refused_with_a_way_out() -> None:
     tiny = recipe("gpt-tiny")
     check(derive(tiny, 1, LAPTOP), LAPTOP)
-    llama = recipe("llama3-8b")
+    llama = recipe("llama3-8b", "layout.recompute_granularity=auto")
     plan = derive(llama, 1, LAPTOP)
     assert not plan.fits
     with refused("recipe llama3-8b", rule=("12.0 GiB", "15.0 GiB", "RECIPE=llama3-8b", "4 × H100 80GB")):

@@ -18,7 +18,7 @@ ORDER = [
     "allocator", "micro-batch", "recomputation", "sequence parallelism", "tensor parallelism", "pipeline parallelism",
     "distributed optimizer", "ZeRO", "offload",
 ]  # fmt: skip
-TIGHT = ("layout.micro_batch_size=2", "layout.recompute_granularity=null", "layout.use_distributed_optimizer=false",
+TIGHT = ("layout=null", "layout.micro_batch_size=2", "layout.use_distributed_optimizer=false",
          "layout.overlap_param_gather=false")  # fmt: skip
 
 

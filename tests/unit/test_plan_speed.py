@@ -391,7 +391,10 @@ def test_experts_are_split_over_tensor_parallel_ranks_or_not() -> None:
 
 def test_muon_takes_the_time_of_its_products_and_of_what_it_moves() -> None:
     def seconds(kind: str, *keys: str, cluster: str = "h100-ib") -> float:
-        layout = ["layout={tensor_model_parallel_size: 2, sequence_parallel: true, use_distributed_optimizer: false}"]
+        layout = [
+            "layout={name: null, tensor_model_parallel_size: 2, sequence_parallel: true, micro_batch_size: 8, "
+            "use_distributed_optimizer: false}"
+        ]
         section = f"optimizer={{optimizer: {kind}, lr: 1e-3}}"
         return of_recipe("gpt-1b", [section, *layout, *keys], cluster, 1, None).step.optimizer
 
@@ -414,7 +417,8 @@ def test_muon_takes_the_time_of_its_products_and_of_what_it_moves() -> None:
 def test_muon_takes_the_time_of_what_its_ranks_send(mode: str, passes: int) -> None:
     """Rings over two ranks: half of what is gathered passes a link, and of what is summed twice that."""
     optimizer = f"optimizer={{optimizer: muon, lr: 1e-3, muon_tp_mode: {mode}}}"
-    layout = ["layout={tensor_model_parallel_size: 2, sequence_parallel: true, use_distributed_optimizer: false}"]
+    keys = "tensor_model_parallel_size: 2, sequence_parallel: true, micro_batch_size: 8"
+    layout = [f"layout={{name: null, {keys}, use_distributed_optimizer: false}}"]
     found = of_recipe("gpt-1b", [optimizer, *layout], "h100-ib", 1, None)
     plan, device = found.plan, found.device
     slow = replace(device, nvlink=device.nvlink / 2)
@@ -525,7 +529,8 @@ def test_a_gpu_without_fitted_runs_has_a_wider_interval(
 
 
 def test_what_does_not_fit_says_what_does_and_has_no_speed(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["plan", "gpt-1b", "--cluster", "h100-ib", "--gpus", "1", "model.seq_length=16384"]
+    keys = ["layout=null", "layout.micro_batch_size=8", "model.seq_length=16384"]
+    asked = ["plan", "gpt-1b", "--cluster", "h100-ib", "--gpus", "1", *keys]
     assert run(asked) == 2
     shown = capsys.readouterr()
     require_message(shown.err, "recipe gpt-1b", rule="layout.micro_batch_size=1")

@@ -157,7 +157,8 @@ def shown(capsys: pytest.CaptureFixture[str], *asked: str) -> dict[str, Any]:
 
 
 def test_show_has_every_feature_and_how_to_change_it(capsys: pytest.CaptureFixture[str]) -> None:
-    where = ("llama3-8b", "--cluster", "h100-ib", "--nodes", "2")
+    layout = ("layout=null", "layout.recompute_granularity=auto")
+    where = ("llama3-8b", *layout, "--cluster", "h100-ib", "--nodes", "2")
     rows = {row["key"]: row for row in shown(capsys, *where)["features"]}
     assert {key_of(name) for name in FEATURES} < set(rows)
     assert all(row["reason"] for row in rows.values())

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from llmrecipes.cli.app import run
+from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.machine import machine, planned
+from llmrecipes.plan.derive import derive
 from llmrecipes.plan.speed.choice import ALIKE, choose
 from llmrecipes.plan.speed.search import fastest
 from llmrecipes.recipe.load import RECIPES, load, names, to_yaml
 from llmrecipes.recipe.reading.layouts import CHOSEN
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.workflow.plan import plan_on
+from llmrecipes.recipe.sections.layout_section import AUTO
+from llmrecipes.workflow.plan import placement, plan_on
+from llmrecipes.workflow.speed_forecast import search, write
 from llmrecipes.workflow.submit import plan_for
 from tests.refusals import refused
 
@@ -155,15 +162,109 @@ def test_auto_is_as_fast_as_the_fastest_and_keeps_what_is_set(
     assert choose(choice.recipe, site, 8 * nodes, profile) is None, "all is set"
 
 
-def test_a_small_model_gets_large_micro_batches() -> None:
-    plan, _ = plan_on(load("gpt-125m", ["layout=auto"]).recipe, nproc=None, cluster=H100, nodes=1)
-    assert plan.recipe.layout.micro_batch_size == 32
-
-
-def test_without_auto_nothing_is_chosen() -> None:
+def test_without_auto_nothing_is_chosen(tmp_path: Path) -> None:
     plan, _ = plan_on(load("llama3-70b").recipe, nproc=None, cluster=H100, nodes=4)
     assert plan.chosen is None
     assert plan.recipe.layout == load("llama3-70b").recipe.layout
+    plan, _ = plan_on(load(written(tmp_path), ["layout=null"]).recipe, nproc=8, cluster=H100, nodes=1)
+    assert plan.chosen is None
+
+
+def test_auto_is_the_default_and_chooses_what_the_file_does_not_set(tmp_path: Path) -> None:
+    recipe = load(written(tmp_path)).recipe
+    plan, _ = plan_on(recipe, nproc=8, cluster=H100, nodes=1)
+    assert plan.chosen is not None
+    assert plan.recipe.layout.tensor_model_parallel_size == 2
+    assert plan.recipe.layout.micro_batch_size == 4
+    assert plan.recipe.layout.recompute_granularity == "selective"
+    assert plan.recipe.layout.name is None, "so that no rank chooses again"
+    alone, _ = plan_on(load("gpt-125m").recipe, nproc=8, cluster=H100, nodes=1)
+    assert alone.recipe.layout.micro_batch_size == 32, "a small model has large micro-batches"
+
+
+def test_where_nothing_can_be_compared_the_defaults_stay(caplog: pytest.LogCaptureFixture) -> None:
+    staged = load("llama3-8b", ["stages=[{name: one}]"]).recipe
+    assert choose(staged, planned(H100, 1, 1), 8, load_profile(H100)) is None
+    unknown = DetectedGpu("NVIDIA T400", 4 << 30, 4 << 30, None)
+    site = Cluster((unknown,) * 2, 8, 64 << 30, 64 << 30, 1 << 40)
+    assert choose(load("gpt-125m").recipe, site, 2, None) is None
+    assert "no layout was chosen" in caplog.text
+    with refused(""):
+        choose(load("gpt-125m", ["layout=auto"]).recipe, site, 2, None)
+
+
+def test_a_run_that_goes_on_has_its_layout_whatever_memory_is_free() -> None:
+    recipe, site = load("llama3-8b").recipe, planned(H100, 1, 1)
+
+    def keys(free: float) -> dict[str, object]:
+        used = tuple(replace(gpu, memory_free_bytes=int(gpu.memory_bytes * free)) for gpu in site.gpus)
+        choice = choose(recipe, replace(site, gpus=used), 8, load_profile(H100))
+        assert choice is not None
+        assert derive(choice.recipe, 8, replace(site, gpus=used)).fits
+        return _layout(choice.recipe)
+
+    assert keys(0.95) == keys(1.0)
+    assert keys(0.5) != keys(1.0), "what others keep does not become free"
+
+
+def test_a_record_has_no_auto_that_was_not_asked_for(tmp_path: Path) -> None:
+    """So that reading it is not refused where a layout cannot be chosen."""
+    for overrides, name in ((["stages=[{name: one}]"], AUTO), (["layout=null"], None)):
+        recipe = load(written(tmp_path), overrides).recipe
+        (tmp_path / "recipe.yaml").write_text(to_yaml(recipe), "utf-8")
+        again = load(str(tmp_path / "recipe.yaml")).recipe
+        assert again == recipe
+        assert again.layout.name == name
+        assert choose(again, planned(H100, 1, 1), 8, load_profile(H100)) is None
+    asked = to_yaml(load(written(tmp_path), ["layout=auto"]).recipe)
+    assert yaml.safe_load(asked)["layout"]["name"] == AUTO
+
+
+@pytest.mark.parametrize(
+    "override", ["layout={zero: {stage: 1, reduce_bucket_size: 7000000}, engine: deepspeed}", "layout.name=auto"]
+)
+def test_a_submitted_job_keeps_the_section_of_the_command_line(override: str) -> None:
+    planned_job = plan_for("gpt-1b", ["train.train_iters=50", override], H100, 1)
+    name, *overrides = planned_job.asked
+    recipe = load(name, overrides).recipe
+    assert recipe == planned_job.plan.recipe
+    assert (recipe.train.train_iters, recipe.layout.name) == (50, None)
+    if "zero" in override:
+        assert recipe.layout.zero is not None
+        assert recipe.layout.zero.reduce_bucket_size == 7_000_000
+
+
+def test_a_submitted_job_keeps_the_files_zero(tmp_path: Path) -> None:
+    path = written(tmp_path, "  zero: {stage: 1, reduce_bucket_size: 1000000}\n  engine: deepspeed\n")
+    text = Path(path).read_text("utf-8").replace("  overlap_grad_reduce: true\n", "")
+    Path(path).write_text(text, "utf-8")
+    planned_job = plan_for(path, [], H100, 1)
+    name, *overrides = planned_job.asked
+    recipe = load(name, overrides).recipe
+    assert recipe.layout.zero is not None
+    assert recipe.layout.zero.reduce_bucket_size == 1_000_000
+    assert recipe.layout.tensor_model_parallel_size == 2
+    assert recipe == planned_job.plan.recipe
+
+
+def test_a_layout_that_a_search_writes_is_not_chosen_again(tmp_path: Path) -> None:
+    path = tmp_path / "written.yaml"
+    (best,) = search("llama3-8b", (), H100, 1, None, None, 1)
+    write(best, path)
+    recipe = load(str(path)).recipe
+    assert _layout(recipe) == _layout(best.recipe)
+    assert choose(recipe, planned(H100, 1, 1), 8, load_profile(H100)) is None
+
+
+def test_ranks_are_placed_in_the_layout_that_a_profile_chooses(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    Path(path).write_text(Path(path).read_text("utf-8").partition("layout:")[0], "utf-8")
+    recipe = load(path, ["model.num_layers=1"]).recipe
+    placed, ranks = placement(recipe, None, H100, 1, None)
+    assert (placed.world_size, len(ranks)) == (8, 8)
+    assert placed == plan_on(recipe, nproc=None, cluster=H100, nodes=1)[0].largest.layout
+    assert placement(recipe, None, None, None, None)[0].world_size == 1
+    assert placement(load(path, ["layout=null"]).recipe, None, H100, 1, None)[0].world_size == 1
 
 
 def test_nothing_is_chosen_for_processors() -> None:
@@ -200,6 +301,16 @@ def test_a_submitted_job_has_the_layout_that_was_planned() -> None:
     assert recipe.train.train_iters == 50
     assert _layout(recipe) == _layout(choose_for("llama3-8b", 2))
     assert planned_job.plan.chosen is not None
+
+
+def test_a_submission_says_what_was_chosen_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ("--to", "slurm", "--cluster", H100, "--nodes", "1", "--runs-dir", str(tmp_path), "--dry-run")
+    assert run(["submit", "gpt-1b", *where]) == 0
+    shown = capsys.readouterr()
+    assert "\n    layout  MBS8: " in shown.err and "MFU predicted" in shown.err
+    assert "    layout.name=null \\\n    layout.micro_batch_size=8" in shown.out
+    assert run(["submit", "gpt-1b", "layout=null", *where, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["summary"]["layout"] is None
 
 
 def choose_for(name: str, nodes: int) -> Recipe:

@@ -39,7 +39,7 @@ MAY_CHANGE = {
     "scheduler.lr_warmup_iters", "scheduler.lr_wsd_decay_iters", "tracking.system_metrics_interval",
     "train.eval_interval", "train.eval_iters", "train.rampup_batch_size", "train.step_batch_size_schedule", "stages",
     "train.global_batch_size", "train.log_interval", "train.zero_quantized_weights", "train.zero_quantized_gradients",
-    "layout.micro_batch_size", "train.train_iters",
+    "layout.name", "layout.micro_batch_size", "train.train_iters",
     "distill.model.hidden_size", "distill.model.ffn_hidden_size", "train.pretrained", "lora.rank", "lora.alpha",
     "data.chat.chat_template",
     "layout.recompute_num_layers", "layout.torch_compile", *(f"layout.{name}" for name in DEGREES),

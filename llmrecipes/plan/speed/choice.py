@@ -1,7 +1,8 @@
-"""`layout: auto`: what a recipe does not say about how it is executed, chosen for the GPUs of a run."""
+"""`layout: auto`, the default: what a recipe does not say about how it is executed, chosen for the GPUs of a run."""
 
 from __future__ import annotations
 
+import logging
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,12 +11,14 @@ from typing import Any
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.hardware.profile import Profile
+from llmrecipes.plan.derive import derive
 from llmrecipes.plan.speed.device import SpeedUnknownError
 from llmrecipes.plan.speed.search import ZERO, Candidate, by_zero, changes, fastest
 from llmrecipes.recipe.derived.degrees import model_parallel_size
 from llmrecipes.recipe.reading.layouts import CHOSEN, undecided
 from llmrecipes.recipe.schema import Recipe
 
+logger = logging.getLogger(__name__)
 ALIKE = 0.01
 """A third of the median error of predicted times."""
 _COMPARED = 24
@@ -37,7 +40,7 @@ class Choice:
     @property
     def recipe(self) -> Recipe:
         """The recipe with the layout, in which none is chosen again."""
-        return self.chosen.recipe.with_layout(name=None)
+        return self.chosen.recipe
 
     def __str__(self) -> str:
         """One line: what was chosen, and why."""
@@ -77,15 +80,17 @@ def choose(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None
         profile: the cluster's links and coefficients; None: those of the GPU's data file.
 
     Returns:
-        None: the recipe does not ask for it, sets everything, or runs on processors, where nothing is known of a
-        layout's speed.
+        None: the recipe names another layout, sets everything, or runs on processors. Unless it asks for auto, also
+        with stages or `train.elastic`, and on GPUs of which nothing is known: the keys have their defaults.
 
     Raises:
-        UserError: the recipe has stages, nothing is known of the GPU's speed, or no layout fits.
+        UserError: no layout fits; or the recipe asks for one with stages, or where nothing is known of the GPU's speed.
     """
     if not undecided(recipe) or not cluster.gpus:
         return None
-    kept = frozenset(_kept(recipe))
+    asked = "name" in recipe.layout.model_fields_set
+    if (recipe.stages or recipe.train.elastic) and not asked:  # the layout decides how many ranks a replica has
+        return None
     if recipe.stages:
         raise UserError(
             "auto for a recipe with stages",
@@ -93,6 +98,20 @@ def choose(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None
             rule="layouts are compared by the time of one step, which differs between stages",
             fix="layout=null, or a name of layouts",
         )
+    try:
+        choice = _choice(recipe, cluster.emptied(), ranks, profile)
+        # All memory, so that the next run here has the same layout; but others may keep some.
+        fits = derive(choice.recipe, ranks, cluster).fits
+        return choice if fits else _choice(recipe, cluster, ranks, profile)
+    except SpeedUnknownError as error:
+        if asked:
+            raise
+        logger.warning("note: no layout was chosen: %s; degrees and micro-batch have their defaults", error.what)
+        return None
+
+
+def _choice(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None) -> Choice:
+    kept = frozenset(_kept(recipe))
     try:
         best = fastest(recipe, cluster, ranks, profile, _COMPARED, kept, ALIKE)
     except SpeedUnknownError:

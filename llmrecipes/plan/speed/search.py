@@ -90,7 +90,7 @@ def powers(most: int) -> list[int]:
 def candidates(
     recipe: Recipe, ranks: int, near: int, *, offload: bool = False, kept: Collection[str] = ()
 ) -> Iterator[Recipe]:
-    """Layouts with the recipe's global batch, not yet checked against rules or memory.
+    """Layouts with the recipe's global batch, not yet checked against rules or memory; `auto` changes none of them.
 
     Args:
         recipe: what to lay out.
@@ -171,7 +171,7 @@ def _all_degrees(recipe: Recipe, ranks: int, near: int, *, keep_recomputed: bool
                             if (batch // (ranks // dense)) % micro:
                                 continue
                             for recomputed in recomputations:
-                                yield recipe.with_layout(**degrees, micro_batch_size=micro, **recomputed)
+                                yield recipe.with_layout(name=None, **degrees, micro_batch_size=micro, **recomputed)
 
 
 def fastest(
@@ -331,11 +331,14 @@ _TOGETHER = {
 
 
 def changes(recipe: Recipe, candidate: Recipe) -> dict[str, list[str]]:
-    """Overrides that make a candidate of the recipe, those that change together under one name."""
+    """Overrides that make a candidate of the recipe, those that change together under one name.
+
+    Not its `name`: what `auto` would choose beside them may be faster, and fits as well.
+    """
     by_section: dict[str, list[str]] = {}
     for name, value in recipe.layout:
         wanted = getattr(candidate.layout, name)
-        if name != ZERO and wanted != value:
+        if name not in ("name", ZERO) and wanted != value:
             shown = "null" if wanted is None else str(wanted).lower() if isinstance(wanted, bool) else str(wanted)
             by_section.setdefault(_TOGETHER.get(name, name), []).append(shlex.quote(f"layout.{name}={shown}"))
     # Its other keys follow from these when the recipe is loaded.

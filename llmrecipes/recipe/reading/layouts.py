@@ -19,6 +19,8 @@ from llmrecipes.recipe.speedups.recompute import ALL_LAYERS
 CHOSEN = (*DEGREES, "micro_batch_size", *ALL_LAYERS)
 """Keys that `layout: auto` chooses; `zero` is the other one. A layout replaces all of them."""
 
+UNDECIDED = "degrees, micro-batch and recomputation that are not set are chosen for the GPUs of a run"
+
 
 def undecided(recipe: Recipe) -> list[str]:
     """Keys of `CHOSEN` that `layout: auto` is to choose: those that neither the recipe nor an override has set."""

@@ -27,7 +27,7 @@ class LayoutKeys(Section):
 
     half = EXECUTION
 
-    name: Annotated[str, Field(min_length=1)] | None = None
+    name: Annotated[str, Field(min_length=1)] | None = AUTO
     """What sets the keys that are not set here; `layout: NAME` is short for it. `auto`: degrees, micro-batch and
     recomputation are chosen for the GPUs of the run, the fastest that fit. Or the name of one of `layouts`; set on the
     command line (`layout=NAME`), it replaces keys of the file. null: nothing, they have their defaults."""
