@@ -92,8 +92,8 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim("each expert-parallel group clips by its own norm", "Automodel#3816", "equal", row("moe: dp4 ep2")),
         Claim("whole parameters are in the norm once per tensor-parallel rank", "transformers#36132; NeMo-RL#3788; torchtune#2420, #2641", "equal", row("gpt with more weights: tp2, deepspeed, stage=2, reduce_bucket_size=20000, use_distributed_optimizer")),
         Claim("ZeRO 0 with expert parallelism: norm 7.24 instead of 10.95", "DeepSpeed#8475, #8478", "refused", ZERO_RULES, "experts are distributed at stages 1 and 2 only"),
-        Claim("learnable attention sinks: the norm has those of one rank", "Megatron-LM#7452 (8), #7530", "absent", note="no sinks"),
-        Claim("sinks with context parallelism by p2p: plain softmax", "TransformerEngine#3551, #3018", "unknown", note="GPU only; no sinks"),
+        Claim("learnable attention sinks: the norm has those of one rank", "Megatron-LM#7452 (8), #7530", "equal", row("gpt that learns sinks and a norm: tp2")),
+        Claim("sinks with context parallelism by p2p: plain softmax", "TransformerEngine#3551, #3018", "unknown", note="refused; GPU only"),
     ),
     "Mixtures of experts": (
         Claim("the weight of auxiliary and z-losses follows tensor and context parallelism", "Megatron-LM#5047, #1652, #3768", "equal", row("moe with aux_loss: tp2 sp ep2 etp1")),
@@ -155,6 +155,7 @@ FOUND: tuple[tuple[str, str, str], ...] = (
     ("`moe_pad_expert_input_to_capacity` with an expert bias: the bias never moves", "counted before padding", f"{INVARIANTS}::test_experts_that_are_padded_to_their_capacity_are_balanced_alike"),
     ("an fp16 step that overflows moves the expert bias", "left as it is", f"{INVARIANTS}::test_a_step_without_an_update_leaves_the_bias_of_experts"),
     ("latent attention without sequence parallelism loses gradients of the shared rotary key; losses agree", "summed", row("mla with more weights: tp2")),
+    ("biases of experts are summed over tensor-parallel ranks, which have other experts", "corrected", row("moe with biases: tp2 sp ep2 etp1")),
     ("the gradient of latent attention's query norm is summed twice", "corrected", row("mla with more weights: tp2")),
     ("`global_aux_loss` has another weight over data-parallel ranks", "corrected", row("moe with global_aux_loss: dp2 ep2, one process takes 2 at a time")),
     ("two optimizers with two loss scales: fp16 with expert parallelism comes apart at the first overflow", "refused", LAYOUT_RULES),

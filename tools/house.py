@@ -17,11 +17,11 @@ from pathlib import Path
 PACKAGE = "llmrecipes"
 PAGES = ("README.md", "CHANGELOG.md", "benchmarks/RESULTS.md")
 CODE_BUDGET = {
-    ".": 1447,
+    ".": 1303,
     "bench": 867,
-    "checkpoint": 1159,
+    "checkpoint": 1025,
     "cli": 3640,
-    "data": 7910,
+    "data": 8043,
     "diagnosis": 1016,
     "doctor": 1159,
     "dryrun": 600,
@@ -32,21 +32,21 @@ CODE_BUDGET = {
     "foreign": 1634,
     "hardware": 1102,
     "hf": 2360,
-    "launch": 3201,
+    "launch": 3193,
     "models": 4120,
     "plan": 5470,
-    "recipe": 8931,
+    "recipe": 8912,
     "report": 1824,
     "scaling": 400,
-    "search": 2499,
+    "search": 2493,
     "tracking": 2539,
-    "train": 3246,
+    "train": 2975,
     "verify": 650,
-    "workflow": 3697,
+    "workflow": 3688,
 }
 """Most lines of code of each package; `.` are the modules beside the packages. Whoever needs more removes something, or
 raises the number and says in the commit why."""
-WORD_BUDGET = {"README.md": 770, "docs/": 79_200}
+WORD_BUDGET = {"README.md": 770, "docs/": 78_840}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 LOOPS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case, ast.comprehension)

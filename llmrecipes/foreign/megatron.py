@@ -266,6 +266,9 @@ def _model(left: dict[str, Any], draft: Draft, ranks: int) -> None:
         if "ffn_hidden_size" not in left and isinstance(left.get("hidden_size"), int):
             width = int(4 * left["hidden_size"] * 2 / 3 / 64) * 64
             draft.set("model.ffn_hidden_size", width, why="Megatron-LM's default with --swiglu")
+    elif left.pop("quick_geglu", False):
+        draft.set("model.activation_func", "quick_gelu", "--quick-geglu", "")
+        draft.set("model.gated_linear_unit", True, "--quick-geglu", "")
     elif left.pop("squared_relu", False):
         draft.set("model.activation_func", "squared_relu", "--squared-relu", "")
     elif not any(left.get(name) for name in ("no_bias_gelu_fusion", "disable_bias_linear", "openai_gelu")):

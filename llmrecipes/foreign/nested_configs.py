@@ -267,7 +267,8 @@ def _activation(left: dict[str, Any], draft: Draft) -> None:
     """A function as Python's path: torch.nn.functional.silu."""
     for name in [name for name in left if ".activation_func" in name]:
         value = str(left.pop(name)).rpartition(".")[2]
-        known = {"silu": "silu", "gelu": "gelu", "squared_relu": "squared_relu", "fast_gelu": "gelu_tanh"}
+        known = {"silu": "silu", "gelu": "gelu", "squared_relu": "squared_relu", "fast_gelu": "gelu_tanh",
+                 "quick_gelu": "quick_gelu"}  # fmt: skip
         if value in known:
             draft.set("model.activation_func", known[value], name, value)
 

@@ -306,10 +306,12 @@ class PerToken:
     @cached_property
     def _wide(self) -> int:
         """Saved widths of an MLP: the output of the first projection and the input of the second; a gate adds its other
-        half and, if unfused, both factors."""
-        if not self.recipe.model.gated_linear_unit:
-            return 2
-        return 3 if self._fused else 5
+        half and, if unfused, both factors and the clamped gate, quick GELU its sigmoid."""
+        model = self.recipe.model
+        sigmoid = model.activation_func == "quick_gelu"
+        if not model.gated_linear_unit:
+            return 2 + sigmoid
+        return 3 if self._fused else 5 + sigmoid + (model.activation_func_clamp_value is not None)
 
     @cached_property
     def _scored(self) -> int:

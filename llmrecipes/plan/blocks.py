@@ -11,8 +11,14 @@ from llmrecipes.recipe.derived.shape import Shape, shape
 from llmrecipes.recipe.derived.stage_layout import layers_per_stage
 from llmrecipes.recipe.schema import Lora, Model, Recipe
 
-ACTIVATIONS = {"gelu": "GELU", "gelu_tanh": "GELU (tanh)", "silu": "SiLU", "squared_relu": "squared ReLU"}
-GATED = {"gelu": "GEGLU", "gelu_tanh": "GEGLU (tanh)", "silu": "SwiGLU", "squared_relu": "gated squared ReLU"}
+ACTIVATIONS = {
+    "gelu": "GELU", "gelu_tanh": "GELU (tanh)", "quick_gelu": "quick GELU", "silu": "SiLU",
+    "squared_relu": "squared ReLU",
+}  # fmt: skip
+GATED = {
+    "gelu": "GEGLU", "gelu_tanh": "GEGLU (tanh)", "quick_gelu": "quick GEGLU", "silu": "SwiGLU",
+    "squared_relu": "gated squared ReLU",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -231,10 +237,11 @@ def _mlp(model: Model, s: Shape, weights: dict[str, Matrix]) -> Block:
 
 
 def _experts(model: Model, s: Shape, weights: dict[str, Matrix]) -> Block:
-    """Router, routed experts and shared experts, none with biases."""
+    """Router, routed experts and shared experts, of which the last have no biases."""
     many, h = s.num_moe_experts, s.hidden_size
-    parts = [Weights("router", f"{h:,} → {many:,}", h * many)]
-    parts += [_product(weights[EXPERTS + name], copies=many) for name in ("linear_fc1", "linear_fc2")]
+    bias = model.add_bias_linear
+    parts = [Weights("router", f"{h:,} → {many:,}{', bias' if bias else ''}", (h + bias) * many)]
+    parts += [_product(weights[EXPERTS + name], bias=bias, copies=many) for name in ("linear_fc1", "linear_fc2")]
     notes = [f"{model.moe_router_topk} of {many:,} for each token, width {s.moe_ffn_hidden_size:,}"]
     if s.moe_shared_ffn_hidden_size:
         notes.append(f"and shared experts, width {s.moe_shared_ffn_hidden_size:,}")

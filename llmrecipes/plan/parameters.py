@@ -123,8 +123,8 @@ def count_on_rank(
 
 def count_vectors(model: Model, s: Shape) -> int:
     """Parameters of the model that are not of a matrix between hidden layers: what Muon leaves to AdamW."""
-    layers = _layer_vectors(model, s, 0, s.num_layers, 1) + _norms(model, s.hidden_size) + _mtp_vectors(model, s, 1)
-    return count(model, s).embedding + layers
+    layers = _layer_vectors(model, s, 0, s.num_layers, 1, 1) + _mtp_vectors(model, s, 1, 1)
+    return count(model, s).embedding + layers + _norms(model, s.hidden_size)
 
 
 def vectors_on_rank(model: Model, s: Shape, layout: Layout, stage: int) -> int:
@@ -133,7 +133,7 @@ def vectors_on_rank(model: Model, s: Shape, layout: Layout, stage: int) -> int:
     total = 0
     for chunk, layers in enumerate(layout.layers_per_stage[stage]):
         first = layout.first_layer(stage, chunk)
-        total += _layer_vectors(model, s, first, first + layers, ranks)
+        total += _layer_vectors(model, s, first, first + layers, ranks, layout.expert_model_parallel_size)
     last = stage == layout.pipeline_model_parallel_size - 1
     has_embedding = stage == 0 or (last and s.mtp_num_layers > 0)
     words = s.vocab_size * s.hidden_size // ranks
@@ -141,12 +141,13 @@ def vectors_on_rank(model: Model, s: Shape, layout: Layout, stage: int) -> int:
     total += (stage == layout.final_norm(s.mtp_num_layers)[0]) * _norms(model, s.hidden_size)
     if last:
         tied = model.share_embeddings_and_output_weights and has_embedding
-        total += _mtp_vectors(model, s, ranks) + (0 if tied else words)
+        total += _mtp_vectors(model, s, ranks, layout.expert_model_parallel_size) + (0 if tied else words)
     return total
 
 
-def _layer_vectors(model: Model, s: Shape, first: int, last: int, ranks: int) -> int:
-    """Norms and biases of the layers `first` to `last` - 1 on one of their tensor-parallel ranks."""
+def _layer_vectors(model: Model, s: Shape, first: int, last: int, ranks: int, of_experts: int) -> int:
+    """Norms and biases of the layers `first` to `last` - 1 on one of their `ranks` tensor-parallel ranks, which is one
+    of `of_experts` expert-parallel ranks."""
     h = s.hidden_size
     bias = model.add_bias_linear
     each = 2 * _norms(model, h) + h * bias
@@ -155,15 +156,16 @@ def _layer_vectors(model: Model, s: Shape, first: int, last: int, ranks: int) ->
         each += 2 * _norms(model, s.query_channels) * model.qk_layernorm
     elif model.qk_layernorm:
         each += _norms(model, model.kv_lora_rank) + (_norms(model, model.q_lora_rank) if model.q_lora_rank else 0)
-    dense = last - first - s.moe_layers(first, last)
+    sparse = s.moe_layers(first, last)
     up = s.ffn_hidden_size * (2 if model.gated_linear_unit else 1)
-    return each * (last - first) + dense * bias * (up // ranks + h)
+    routed = s.num_moe_experts * bias + s.num_moe_experts * _biases_of_an_expert(model, s) // of_experts
+    return each * (last - first) + (last - first - sparse) * bias * (up // ranks + h) + sparse * routed
 
 
-def _mtp_vectors(model: Model, s: Shape, ranks: int) -> int:
+def _mtp_vectors(model: Model, s: Shape, ranks: int, of_experts: int) -> int:
     if not s.mtp_num_layers:
         return 0
-    layer = _layer_vectors(model, s, s.num_layers - 1, s.num_layers, ranks)
+    layer = _layer_vectors(model, s, s.num_layers - 1, s.num_layers, ranks, of_experts)
     return (layer + 3 * _norms(model, s.hidden_size)) * s.mtp_num_layers
 
 
@@ -348,15 +350,20 @@ def _mlp(model: Model, s: Shape) -> _Part:
 
 
 def _experts(model: Model, s: Shape) -> _Part:
-    """Router, routed experts and shared experts of one layer, none with biases."""
+    """Router, routed experts and shared experts of one layer, of which the last have no biases."""
     h = s.hidden_size
     matrices = 3 if model.gated_linear_unit else 2
     number = s.num_moe_experts
     return _Part(
         shared=h * s.moe_shared_ffn_hidden_size * matrices,
-        whole=h * number,
-        experts=h * s.moe_ffn_hidden_size * matrices * number,
+        whole=(h + model.add_bias_linear) * number,
+        experts=(h * s.moe_ffn_hidden_size * matrices + _biases_of_an_expert(model, s)) * number,
     )
+
+
+def _biases_of_an_expert(model: Model, s: Shape) -> int:
+    width = s.moe_ffn_hidden_size * (2 if model.gated_linear_unit else 1)
+    return (width + s.hidden_size) * model.add_bias_linear
 
 
 def _mtp(model: Model, s: Shape, *, split_down: bool) -> _Part:

@@ -375,7 +375,7 @@ def _gradients(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
         # What saw only this rank's tokens: norms and the router, and the biases of matrices cut by rows.
         layers = sum(layout.layers_per_stage[stage])
         final = _norm(plan, s.hidden_size) if stage == layout.final_norm(s.mtp_num_layers)[0] else 0
-        whole = layers * _whole(plan) + _routers(plan, stage) + final
+        whole = layers * _whole(plan) + _whole_of_mlps(plan, stage) + final
         whole -= count_frozen_whole(plan.recipe, s, layout, stage)
         yield from _in("tensor", [Call("all-reduce", tensor, width * whole)] * times)
     elif model.qk_layernorm and not model.multi_latent_attention:
@@ -433,10 +433,10 @@ def _norm(plan: Plan, width: int) -> int:
 
 
 def _whole(plan: Plan) -> int:
-    """Parameters of a layer that each tensor-parallel rank has all of, without the router."""
+    """Parameters of a layer that each tensor-parallel rank has all of, without its MLP."""
     s = plan.shape
     model = plan.recipe.model
-    size = 2 * _norm(plan, s.hidden_size) + (2 * s.hidden_size if model.add_bias_linear else 0)
+    size = 2 * _norm(plan, s.hidden_size) + (s.hidden_size if model.add_bias_linear else 0)
     if not model.multi_latent_attention:
         return size + (2 * _norm(plan, s.query_channels) if model.qk_layernorm else 0)
     ranks = [rank for rank in (model.q_lora_rank, model.kv_lora_rank) if rank]
@@ -444,11 +444,13 @@ def _whole(plan: Plan) -> int:
     return size + down + (sum(_norm(plan, rank) for rank in ranks) if model.qk_layernorm else 0)
 
 
-def _routers(plan: Plan, stage: int) -> int:
-    """Parameters of a stage's routers."""
+def _whole_of_mlps(plan: Plan, stage: int) -> int:
+    """The same of a stage's MLPs: routers, and biases of those without experts."""
     layout, s = plan.layout, plan.shape
     with_experts = 0
     for chunk, layers in enumerate(layout.layers_per_stage[stage]):
         first = layout.first_layer(stage, chunk)
         with_experts += s.moe_layers(first, first + layers)
-    return with_experts * s.num_moe_experts * s.hidden_size
+    bias = plan.recipe.model.add_bias_linear
+    dense = sum(layout.layers_per_stage[stage]) - with_experts
+    return with_experts * s.num_moe_experts * (s.hidden_size + bias) + dense * bias * s.hidden_size

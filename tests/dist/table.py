@@ -69,6 +69,11 @@ _YARN: dict[str, Any] = {
 _CLIPPED: Sections = {"optimizer": {"lr": 1e-2, "adam_eps": 1e-2, "clip_grad": 0.1}}
 # Shorter than the chunks of context-parallel ranks; no two halves of the layers are alike.
 _WINDOWS: dict[str, Any] = {"window_size": [5, 0], "window_attn_skip_freq": [1, 0, 1, 1]}
+_GPT_OSS: dict[str, Any] = {
+    **_LLAMA, **_MOE, **_YARN, "window_size": [5, 0], "window_attn_skip_freq": 2, "softmax_type": "learnable",
+    "add_bias_linear": True, "activation_func": "quick_gelu", "activation_func_clamp_value": 0.05,
+    "glu_linear_offset": 1.0,
+}  # fmt: skip
 _MLA_YARN: dict[str, Any] = {
     "rope_type": "yarn", "rotary_scaling_factor": 8.0, "original_max_position_embeddings": 4, "mscale_all_dim": 1.0,
     "beta_fast": 0.5, "beta_slow": 0.1,
@@ -155,7 +160,7 @@ VARIANTS: dict[str, Sections] = {
     "gpt without weight tying": {"model": {"share_embeddings_and_output_weights": False}},
     "gpt with label smoothing": {"train": {"label_smoothing": 0.1}},
     "gpt with z-loss": {"train": {"z_loss_coeff": 0.05, "label_smoothing": 0.1}},
-    "gpt with extra fields": {"model": {"extra": {"softmax_scale": 0.5, "activation_func_clamp_value": 0.01}}},
+    "gpt with extra fields": {"model": {"extra": {"softmax_scale": 0.5}}},
     "gpt with more weights": {"model": _MORE},
     "gpt with muP": {"model": _MUP},
     "gpt with a growing batch": {"train": {"rampup_batch_size": [4, 2, 8], **_LONGER}},
@@ -207,6 +212,13 @@ VARIANTS: dict[str, Sections] = {
     "moe with padded room for all": {"model": {**_MOE, **_ROOM}},
     "moe with padded room for all and lora": {**_EXPERTS_LORA, "model": {**_LLAMA, **_MOE, **_ROOM}},
     "mixtral with windows": {"model": {**_LLAMA, **_MOE, "window_size": [5, 0], "window_attn_skip_freq": 2}},
+    "moe with biases": {"model": {**_MOE, "add_bias_linear": True}, **_CLIPPED},
+    "moe with biases and allgather": {
+        "model": {**_MOE, "add_bias_linear": True, "moe_token_dispatcher_type": "allgather"},
+        **_CLIPPED,
+    },
+    "gpt-oss": {"model": _GPT_OSS, **_CLIPPED},
+    "gpt-oss with lora": {**_EXPERTS_LORA, "model": _GPT_OSS},
     "mixtral": {"model": {**_LLAMA, **_MOE, "moe_aux_loss_coeff": 0.1}},
     "mla": {"model": _MLA},
     "mla with windows": {"model": {**_MLA, **_WINDOWS}},
@@ -465,6 +477,18 @@ def _rows_of_windows() -> Iterator[Row]:
         yield Row("mixtral with windows", layout)
 
 
+def _rows_of_biased_experts() -> Iterator[Row]:
+    for layout in ("dp2", "dp2 ep2", "tp2 sp ep2 etp1", "tp2 sp cp2 ep2 etp1", "pp2 vpp2 dp2 ep2"):
+        yield Row("moe with biases", layout)
+    yield Row("moe with biases", "dp2 ep2", _zero(2), engine="deepspeed")
+    for layout in ("dp2 ep2", "tp2 sp ep2 etp1"):
+        yield Row("moe with biases and allgather", layout)
+    for layout in ("tp2 sp ep4 dp2 etp1", "pp2 vpp2", "cp2 ep2", "dp2 ep2"):
+        yield Row("gpt-oss", layout)
+    yield Row("gpt-oss", "pp2 dp2 ep2", {"layout": _FULL})
+    yield Row("gpt-oss with lora", "tp2 sp ep2 etp1")
+
+
 def _rows() -> Iterator[Row]:
     # -- data parallel and the optimizer --
     for layout in ("dp2", "dp4"):
@@ -494,6 +518,7 @@ def _rows() -> Iterator[Row]:
         yield Row("llama", layout)
     yield Row("llama with yarn", "tp2 sp cp2")
     yield from _rows_of_windows()
+    yield from _rows_of_biased_experts()
     yield Row("gpt without weight tying", "pp2")
     yield Row("gpt without weight tying", "tp2 sp pp2")
     for layout in ("tp2", "tp4 sp", "pp2"):
@@ -850,6 +875,7 @@ CORE = frozenset(
         "moe with seq_aux_loss: cp2 ep2",
         "moe with global_aux_loss: pp2",
         "moe with expert bias: tp2 sp ep2 etp1",
+        "moe with biases: tp2 sp ep2 etp1",
         "moe with z-loss: dp2 ep2",
         "moe with capacity: pp2",
         "mla with more weights: tp2",
@@ -904,7 +930,7 @@ SIMILAR = {
     "llama with windows and dropout", "llama with windows and lora", "llama with windows and qk-clip",
     "mla with windows", "mtp with windows", "packed llama with windows", "llama without some rotations",
     "gpt with sinks", "gpt with a zero sink", "llama with sinks", "llama with sinks and dropout", "lora with sinks",
-    "packed llama with sinks",
+    "packed llama with sinks", "moe with biases and allgather", "gpt-oss", "gpt-oss with lora",
 }  # fmt: skip
 """Models that differ little from one of the core, for a layout."""
 
@@ -999,6 +1025,8 @@ RESUMES = (
     Resume("gpt", "dp1", "tp2 sp"),
     Resume("gpt with sinks", "tp2 sp", "pp2 dp2"),
     Resume("gpt with sinks", "dp1", "tp4"),
+    Resume("gpt-oss", "tp2 sp ep2 etp1", "pp2 dp2 ep2"),
+    Resume("gpt-oss", "dp1", "dp2 ep2"),
     Resume("pairs", "dp2", "tp2 sp"),
     Resume("gpt", "tp2 sp", "pp2"),
     Resume("gpt in int8", "tp2 sp", "pp2 dp2"),

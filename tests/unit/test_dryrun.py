@@ -243,6 +243,13 @@ SMALL_WORLDS: dict[str, partial[str]] = {
         "model.num_layers=2", "model.hidden_size=1024", "model.moe_ffn_hidden_size=4096", "model.seq_length=64",
         "layout.micro_batch_size=1", "train.global_batch_size=4", world=2,
     ),
+    "gpt-oss's experts": partial(
+        spec, "moe-tiny", "model.add_bias_linear=true", "model.activation_func=quick_gelu",
+        "model.gated_linear_unit=true", "model.activation_func_clamp_value=7", "model.glu_linear_offset=1",
+        "model.moe_layer_freq=2", "layout.micro_batch_size=4", "layout.tensor_model_parallel_size=2",
+        "layout.sequence_parallel=true", "layout.expert_tensor_parallel_size=1",
+        "layout.expert_model_parallel_size=2", world=2,
+    ),
     "shared experts beside the all-to-all": partial(
         spec, "moe-tiny", "model.moe_shared_expert_intermediate_size=256", "layout.micro_batch_size=4",
         "layout.tensor_model_parallel_size=2", "layout.sequence_parallel=true",

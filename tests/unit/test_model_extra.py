@@ -67,7 +67,7 @@ def with_extra(**extra: Any) -> Recipe:
         ({}, "min_offloaded_tensor_size", 1.0, ("1.0", "int")),
         ({}, "min_offloaded_tensor_size", 1 << 63, ("9223372036854775808", "int")),
         ({}, "offload_modules", ["x" * 2000], ("list[str]",)),
-        ({}, "glu_linear_offset", None, ("None", "float")),
+        ({}, "activation_offload_fraction", None, ("None", "float")),
         ({}, "moe_shared_expert_gate", True, ("model.num_moe_experts",)),
         ({}, "mtp_detach_heads", True, ("model.mtp_num_layers",)),
         ({}, "fp8_margin", 1, ("train.fp8",)),
@@ -221,7 +221,7 @@ def computed(module: torch.nn.Module) -> tuple[torch.Tensor, dict[str, torch.Ten
 @pytest.mark.parametrize(
     "extra",
     [
-        {"softmax_scale": 0.5}, {"activation_func_clamp_value": 0.01}, {"glu_linear_offset": 0.5},
+        {"softmax_scale": 0.5},
         {"rotary_interleaved": True}, {"no_rope_freq": [0, 1]},
     ],
     ids=str,

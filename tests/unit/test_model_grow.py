@@ -29,6 +29,7 @@ MOE = {
     "num_layers": 3, "add_bias_linear": False, "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48,
     "moe_layer_freq": [0, 1, 1], "moe_shared_expert_intermediate_size": 32,
 }  # fmt: skip
+BIASED = {"add_bias_linear": True, "moe_shared_expert_intermediate_size": None}
 LATENT = {
     "multi_latent_attention": True, "position_embedding_type": "rope", "q_lora_rank": 24, "kv_lora_rank": 16,
     "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 12, "qk_layernorm": True, "normalization": "RMSNorm",
@@ -100,6 +101,7 @@ def grown(folder: Path, model: dict[str, Any], growth: Growth, precision: str = 
         (MOE, Growth(layers=6)),
         (MOE, Growth(experts=8)),
         (MOE, Growth(moe_ffn_hidden_size=100, ffn_hidden_size=300, hidden_size=128)),
+        ({**MOE, **BIASED}, Growth(layers=4, experts=8, moe_ffn_hidden_size=100, hidden_size=128)),
         ({**MOE, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}, Growth(experts=12)),
         (LATENT, Growth(hidden_size=128, heads=8, layers=3)),
         ({**LATENT, "q_lora_rank": None}, Growth(heads=8, hidden_size=128)),

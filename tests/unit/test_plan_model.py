@@ -49,6 +49,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": {**EXPERTS, "num_layers": 3, "moe_layer_freq": 2},
     "gated experts": {**LLAMA, **EXPERTS, "num_layers": 3, "moe_layer_freq": [0, 1, 1]},
     "experts in bf16": {**LLAMA, **EXPERTS, "precision": "bf16"},
+    "experts with biases": {**EXPERTS, "add_bias_linear": True, "num_layers": 3, "moe_layer_freq": 2},
+    "gpt-oss": {
+        **LLAMA, **EXPERTS, "add_bias_linear": True, "activation_func": "quick_gelu", "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": 7.0, "softmax_type": "learnable",
+    },
+    "gpt-oss in bf16": {
+        **LLAMA, **EXPERTS, "add_bias_linear": True, "activation_func": "quick_gelu", "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": 7.0, "softmax_type": "learnable", "precision": "bf16",
+    },
+    "a clamped gate": {
+        **LLAMA, "activation_func": "quick_gelu", "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0,
+    },
     "shared experts": {**LLAMA, **EXPERTS, "moe_shared_expert_intermediate_size": 96},
     "latent attention": LATENT,
     "latent attention, whole queries": {**LATENT, "q_lora_rank": None},

@@ -812,6 +812,8 @@ CASES: dict[str, Case] = {
     "model.moe_ffn_hidden_size": Case(96, config, MOE),
     "model.moe_shared_expert_intermediate_size": Case(96, config, MOE),
     "model.no_rope_freq": Case([0, 1], config, ROPE),
+    "model.activation_func_clamp_value": Case(7.0, config, {"model.gated_linear_unit": True}),
+    "model.glu_linear_offset": Case(1.0, config, {"model.gated_linear_unit": True}),
     "model.softmax_type": Case("learnable", config_on_cpu),
     "model.window_size": Case([3, 0], config),
     "model.window_attn_skip_freq": Case(2, config, {"model.window_size": [3, 0]}),

@@ -108,7 +108,14 @@ EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_i
         (make(MOE, **{EP: 3}), EP, "num_moe_experts 8", f"{EP} 2 or 4"),
         (make({**MOE, "moe_ffn_hidden_size": 50}, **{ETP: 4}), ETP, "moe_ffn_hidden_size 50", "2 or 5"),
         (make({"moe_router_topk": 1}), "model.moe_router_topk", "num_moe_experts", "model.num_moe_experts"),
-        (make({"num_moe_experts": 8}), "model.add_bias_linear", "num_moe_experts", "add_bias_linear false"),
+        (
+            make({"num_moe_experts": 8, "moe_shared_expert_intermediate_size": 64}),
+            "model.add_bias_linear", "moe_shared_expert_intermediate_size", "add_bias_linear false",
+        ),
+        (
+            make({"num_moe_experts": 8}, **{TP: 2, EP: 2, "sequence_parallel": True}),
+            ETP, f"2 (unset: {TP})", f"{ETP} 1",
+        ),
         (make({**MOE, "moe_router_topk": 9}), "model.moe_router_topk", "9 of 8", "8"),
         (
             make({**MOE, "moe_router_topk": 1}),

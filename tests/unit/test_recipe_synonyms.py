@@ -72,7 +72,7 @@ def test_another_frameworks_name_is_answered_with_ours(name: str, meant: list[st
         "bos_token_id",
         "optimizer.type",
         "model.type",
-        "model.glu_linear_offset",
+        "model.softmax_scale",
         "optimizer.overlap_cpu_optimizer_d2h_h2d",
     ],
 )

@@ -78,10 +78,9 @@ def test_all_reasons_are_in_one_message(dense: Path) -> None:
         require_refusal(caught.value, override.partition("=")[0])
 
 
-def test_biases_of_the_dense_model_have_no_place_in_experts(tmp_path: Path) -> None:
+def test_biases_of_the_dense_model_stay(tmp_path: Path) -> None:
     biased = write(tmp_path, "model.add_bias_linear=true")
-    with refused("model.add_bias_linear", rule="num_moe_experts"):
-        load_upcycled(biased, [EIGHT])
+    assert load_upcycled(biased, [EIGHT])[1].model.add_bias_linear
     with refused("model.add_bias_linear", rule="model.add_bias_linear=false"):
         load_upcycled(biased, [EIGHT, "model.add_bias_linear=false"])
 

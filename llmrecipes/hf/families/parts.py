@@ -37,7 +37,9 @@ LATENT = _LATENT_SIZES | {"rope_type", *LATENT_YARN}
 YARN = frozenset(key for key in Model.model_fields if key.startswith("yarn_"))
 """Keys of YaRN of other attention."""
 _MUP = frozenset(key for key in Model.model_fields if key.startswith("mup_"))
-UNSUPPORTED = _MUP | {"extra", "no_rope_freq", "softmax_type"}
+UNSUPPORTED = _MUP | {
+    "extra", "no_rope_freq", "softmax_type", "activation_func_clamp_value", "glu_linear_offset",
+}  # fmt: skip
 """Keys that no family has, or a single one: `default_only` of all others."""
 EXPERT_KEYS = frozenset(key for key in Model.model_fields if key.startswith("moe_"))
 """Keys of experts, which have no effect without `num_moe_experts`: rules refuse another value than the default."""

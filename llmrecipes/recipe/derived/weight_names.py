@@ -59,7 +59,7 @@ def _layer(model: Model, sizes: Shape, has_experts: bool) -> Named:
     if not has_experts:
         yield from _mlp(model, "mlp", sizes.hidden_size, sizes.ffn_hidden_size)
         return
-    yield "mlp.router.weight", (sizes.num_moe_experts, sizes.hidden_size)
+    yield from _linear(model, "mlp.router", sizes.num_moe_experts, sizes.hidden_size)
     if model.moe_router_enable_expert_bias:
         yield "mlp.router.expert_bias", (sizes.num_moe_experts,)
     for expert in range(sizes.num_moe_experts):

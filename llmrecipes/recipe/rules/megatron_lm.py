@@ -29,6 +29,7 @@ _EXPERTS = (
     "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
     "moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias",
 )  # fmt: skip
+_GATE = ("activation_func_clamp_value", "glu_linear_offset")
 _ROTARY = ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor")
 _YARN = tuple(name for name in Model.model_fields if name.startswith("yarn_"))
 _MUP = (
@@ -49,7 +50,7 @@ BY_ARGUMENT = frozenset(
         *_ROTARY, *_YARN, *LATENT_YARN, "rope_type", *_MUP, *_EXPERTS, "num_attention_heads", "num_query_groups",
         "kv_channels", "rope_scaling", "rope_scaling_factor", "layernorm_epsilon", "activation_func", "extra",
         "window_size", "window_attn_skip_freq", "no_rope_freq",
-        "softmax_type",
+        "softmax_type", *_GATE,
     }
 )  # fmt: skip
 """Keys that only the arguments show; without an argument, a recipe has the default."""
@@ -67,9 +68,6 @@ FIXED: Mapping[str, Any] = {
     "heterogeneous_layers_config_path": None,
     "heterogeneous_layers_config_encoded_json": None,
     "openai_gelu": False,
-    "quick_geglu": False,
-    "glu_linear_offset": 0.0,
-    "activation_func_clamp_value": None,
     "moe_apply_probs_on_input": False,
     "moe_shared_expert_gate": False,
     "moe_latent_size": None,
@@ -275,12 +273,15 @@ def _positions(arguments: Arguments, model: Model) -> Iterator[tuple[str, str, A
 def _activation(arguments: Arguments, model: Model) -> Iterator[tuple[str, str, Any, Any]]:
     if "swiglu" not in arguments:
         return
-    kind = next((name for name in ("swiglu", "squared_relu") if arguments.get(name)), "gelu")
-    theirs = "silu" if kind == "swiglu" else kind
+    kind = next((name for name in ("swiglu", "quick_geglu", "squared_relu") if arguments.get(name)), "gelu")
+    theirs = {"swiglu": "silu", "quick_geglu": "quick_gelu"}.get(kind, kind)
     if theirs == "gelu" and model.activation_func == "gelu_tanh" and _approximates(arguments):
         theirs = "gelu_tanh"
     yield "activation_func", f"{kind}:", theirs, model.activation_func
-    yield "gated_linear_unit", "swiglu", bool(arguments["swiglu"]), model.gated_linear_unit
+    yield "gated_linear_unit", f"{kind}:", kind in ("swiglu", "quick_geglu"), model.gated_linear_unit
+    for name in _GATE:
+        if name in arguments:
+            yield name, name, arguments[name], getattr(model, name)
 
 
 def _experts(arguments: Arguments, model: Model) -> Iterator[tuple[str, str, Any, Any]]:

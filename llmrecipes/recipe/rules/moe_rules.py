@@ -43,12 +43,7 @@ def experts(recipe: Recipe) -> Iterator[Problem]:
             f"{model.num_layers} entries, or num_layers {len(pattern)}",
         )
     if model.add_bias_linear:
-        yield Problem(
-            "model.add_bias_linear",
-            "true with num_moe_experts",
-            "megatron-core does not support biases in experts",
-            "add_bias_linear false",
-        )
+        yield from _biases(recipe)
     if model.moe_pad_expert_input_to_capacity and model.moe_expert_capacity_factor is None:
         yield Problem(
             "model.moe_pad_expert_input_to_capacity",
@@ -66,6 +61,26 @@ def experts(recipe: Recipe) -> Iterator[Problem]:
                 f"at most {largest:g}, or moe_pad_expert_input_to_capacity false",
             )
     yield from _router(model)
+
+
+def _biases(recipe: Recipe) -> Iterator[Problem]:
+    """Biases of experts, which each rank of an expert would add."""
+    if recipe.model.moe_shared_expert_intermediate_size:
+        yield Problem(
+            "model.add_bias_linear",
+            "true with moe_shared_expert_intermediate_size",
+            "megatron-core has no biases in shared experts",
+            "add_bias_linear false",
+        )
+    ranks = recipe.layout.expert_tensor_parallel_size or recipe.layout.tensor_model_parallel_size
+    if ranks > 1:
+        unset = "" if recipe.layout.expert_tensor_parallel_size else " (unset: tensor_model_parallel_size)"
+        yield Problem(
+            "layout.expert_tensor_parallel_size",
+            f"{ranks}{unset} with biases in experts (add_bias_linear)",
+            "megatron-core would add the bias of an expert on each of its ranks",
+            "expert_tensor_parallel_size 1",
+        )
 
 
 def _router(model: Model) -> Iterator[Problem]:

@@ -81,10 +81,15 @@ class Model(Section):
     """Normalisation before attention, MLP and output layer."""
     layernorm_epsilon: PosFloat = 1e-5
     """Added to the variance before taking the square root."""
-    activation_func: Literal["gelu", "gelu_tanh", "silu", "squared_relu"] = "gelu"
-    """Activation function of the MLP; `gelu_tanh` is the tanh approximation that GPT-2 uses."""
+    activation_func: Literal["gelu", "gelu_tanh", "quick_gelu", "silu", "squared_relu"] = "gelu"
+    """Activation function of the MLP; `gelu_tanh` is the tanh approximation that GPT-2 uses, `quick_gelu` that with a
+    sigmoid."""
     gated_linear_unit: bool = False
     """Gate the MLP (arXiv 2002.05202); with `activation_func: silu` this is SwiGLU."""
+    activation_func_clamp_value: Annotated[PosFloat | None, OnlyWith("gated_linear_unit")] = None
+    """Largest gate, and largest magnitude of what it multiplies; unset: any."""
+    glu_linear_offset: Annotated[float, OnlyWith("gated_linear_unit")] = 0.0
+    """Added to what the gate multiplies."""
     add_bias_linear: bool = True
     """Add biases to all linear layers."""
     add_qkv_bias: bool = False

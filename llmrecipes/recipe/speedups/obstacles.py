@@ -14,6 +14,8 @@ def anything(_recipe: Recipe) -> None:
 
 def activation(recipe: Recipe) -> str | None:
     model = recipe.model
+    if model.activation_func_clamp_value is not None or model.glu_linear_offset:
+        return "the kernel of SwiGLU has no activation_func_clamp_value or glu_linear_offset"
     if model.activation_func == "silu" and model.gated_linear_unit:
         return None
     if model.activation_func == "gelu" and not model.gated_linear_unit and model.add_bias_linear:

@@ -41,8 +41,15 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """GELU by its approximation with a sigmoid (arXiv 1606.08415, section 2); not megatron-core's, as above."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": gelu_tanh, "silu": F.silu, "squared_relu": squared_relu}
+ACTIVATIONS = {
+    "gelu": F.gelu, "gelu_tanh": gelu_tanh, "quick_gelu": quick_gelu, "silu": F.silu, "squared_relu": squared_relu,
+}  # fmt: skip
 
 
 # Every key of model, layout and train that is also a field of megatron-core's configuration is passed on

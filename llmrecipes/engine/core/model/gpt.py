@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.moe import fused_a2a
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -465,10 +466,7 @@ def _chunk(plan: Plan, config: TransformerConfig, implementation: Any, stage: in
         rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, factor=model.rope_scaling_factor)
     if config.rotary_interleaved and (embedding := getattr(module, "rotary_pos_emb", None)) is not None:
         embedding.rotary_interleaved = True  # which it does not pass on either
-    for part in module.modules():
-        if isinstance(offset := getattr(part, "softmax_offset", None), torch.nn.Parameter):
-            # megatron-core leaves out the mark, without which only the first rank's sinks are in the gradient norm.
-            set_tensor_model_parallel_attributes(offset, True, 0, 1)
+    _correct(module)
     module.extra = model.extra
     module.label_smoothing = plan.recipe.train.label_smoothing
     module.z_loss_coeff = plan.recipe.train.z_loss_coeff
@@ -484,3 +482,17 @@ def _chunk(plan: Plan, config: TransformerConfig, implementation: Any, stage: in
     if plan.recipe.qat is not None:
         module.fake_quantizer = FakeQuantizer(module, plan.recipe.qat)
     return module
+
+
+def _correct(module: RecipeModel) -> None:
+    """Correct what megatron-core says of parameters of its own layers."""
+    for part in module.modules():
+        if isinstance(offset := getattr(part, "softmax_offset", None), torch.nn.Parameter):
+            # It leaves out the mark, without which only the first rank's sinks are in the gradient norm.
+            set_tensor_model_parallel_attributes(offset, True, 0, 1)
+        for expert in part.local_experts if isinstance(part, SequentialMLP) else ():
+            if (bias := expert.linear_fc2.bias) is not None:
+                # It would be summed over tensor-parallel ranks, which have other experts.
+                bias.sequence_parallel = False
+                # One rank has all of an expert with a bias, and may add it in place to what it has not reduced.
+                expert.linear_fc2.explicit_expert_comm = True
