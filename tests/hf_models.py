@@ -43,6 +43,9 @@ CONFIGS: dict[str, Any] = {
         **SIZES, **ROUTED, head_dim=32, attention_bias=True, use_qk_norm=True, first_k_dense_replace=1,
         n_routed_experts=EXPERTS, n_shared_experts=1, routed_scaling_factor=2.5, num_nextn_predict_layers=0,
     ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SIZES, num_experts_per_tok=2, num_local_experts=EXPERTS, head_dim=32, sliding_window=16, swiglu_limit=0.7,
+    ),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
         **{**SIZES, "num_key_value_heads": 4}, **ROUTED, **LATENT, q_lora_rank=24, first_k_dense_replace=1,
         n_routed_experts=EXPERTS, n_shared_experts=1, n_group=2, topk_group=1, routed_scaling_factor=2.5,

@@ -108,7 +108,7 @@ def write(adapters: TensorSource, family: Family, model: Model, lora: Lora, base
     of_experts = [matrix for matrix in adapted if _EXPERT.fullmatch(matrix)]
     others = [matrix for matrix in adapted if not _EXPERT.fullmatch(matrix)]
     _refuse_mlps(others, model)
-    tensors, parameters = _of_experts(adapters, of_experts)
+    tensors, parameters = _of_experts(adapters, of_experts, family, model)
     modules: set[str] = set()
     transposed = False
     for matrix in others:
@@ -147,7 +147,7 @@ def write(adapters: TensorSource, family: Family, model: Model, lora: Lora, base
 
 
 def _of_experts(
-    adapters: TensorSource, matrices_of_experts: Iterable[str]
+    adapters: TensorSource, matrices_of_experts: Iterable[str], family: Family, model: Model
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Adapters of experts as PEFT has them: two matrices for all experts of a layer, whose weights are one parameter.
 
@@ -165,6 +165,9 @@ def _of_experts(
     tensors: dict[str, torch.Tensor] = {}
     for (layer, name), experts in layers.items():
         a, b = ([adapters.read(f"{expert}{SUFFIX}.{side}.weight") for expert in experts] for side in "ab")
+        pair = family.pair(f"{experts[0]}.weight", model.num_layers)
+        if pair.expert is not None:  # the rows are in another order, and the matrix is transposed, the adapter is not
+            b = [pair.transform.split(each, model)[0].t() for each in b]
         inner = ".base_layer" if name == "linear_fc1" and len(names) > 1 else ""
         place = f"base_model.model.model.layers.{layer}.mlp.experts{inner}"
         tensors[f"{place}.lora_A.weight"] = torch.cat(a)

@@ -9,6 +9,7 @@ from llmrecipes.hf.families.deepseek import DEEPSEEK_V3
 from llmrecipes.hf.families.ernie import ERNIE_4_5
 from llmrecipes.hf.families.glm4_moe import GLM4_MOE
 from llmrecipes.hf.families.gpt2 import GPT2
+from llmrecipes.hf.families.gpt_oss import GPT_OSS
 from llmrecipes.hf.families.llama import APERTUS, LLAMA_FAMILY, MINISTRAL, MISTRAL, QWEN2, QWEN3, SEED_OSS
 from llmrecipes.hf.families.mixture import MIXTRAL, QWEN3_MOE
 from llmrecipes.hf.families.phi3 import PHI3
@@ -18,7 +19,7 @@ from llmrecipes.recipe.schema import Model
 
 _ORDER = (
     GPT2, LLAMA_FAMILY, MISTRAL, QWEN2, QWEN3, APERTUS, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3,
-    MINISTRAL, SEED_OSS, PHI3, SMOLLM3, ERNIE_4_5, GLM4_MOE,
+    MINISTRAL, SEED_OSS, PHI3, SMOLLM3, ERNIE_4_5, GLM4_MOE, GPT_OSS,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.name: family for family in _ORDER}
 """By `model_type`; the first that has the form of a recipe is used."""

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from llmrecipes import untrusted
 from llmrecipes.data.folder.checked import hashes
 from llmrecipes.errors import UserError
+from llmrecipes.hf import mxfp4
 
 PATTERNS = ("*.safetensors", "*.json", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt", "*.jinja")
 """Files that are fetched: no code, no pickles."""
@@ -135,6 +136,12 @@ class Held:
     dtype: str
     """Its name in safetensors."""
     shape: tuple[int, ...]
+    scales: Path | None = None
+    """File with its scales, if its elements have 4 bits and are shown as they are read: see `hf.mxfp4`."""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return (self.file,) if self.scales is None else (self.file, self.scales)
 
 
 @dataclass(frozen=True)
@@ -225,7 +232,7 @@ def open_folder(path: Path, quantised: str | None = None) -> Folder:
             tensors[name] = header[name]
     if not tensors:
         raise _broken(path / next(iter(files)), "no tensors", "")
-    return Folder(path, config, tensors)
+    return Folder(path, config, mxfp4.shown(tensors, path) if config.get("model_type") in mxfp4.FAMILIES else tensors)
 
 
 def read_config(path: Path, quantised: str | None = None) -> dict[str, Any]:
@@ -233,7 +240,8 @@ def read_config(path: Path, quantised: str | None = None) -> dict[str, Any]:
 
     Args:
         path: the folder.
-        quantised: a `quant_method` that is accepted; None: only weights as they are.
+        quantised: a `quant_method` that is accepted; None: only weights as they are, and those of `hf.mxfp4`, whose
+            `quantization_config` is left out.
 
     Raises:
         UserError: no folder, no such file, not a JSON object, or the weights are quantised in another way.
@@ -254,6 +262,9 @@ def read_config(path: Path, quantised: str | None = None) -> dict[str, Any]:
     if section is None:
         return config
     method = section.get("quant_method", "unnamed") if isinstance(section, dict) else section
+    if quantised is None and method == mxfp4.METHOD and config.get("model_type") in mxfp4.FAMILIES:
+        del config["quantization_config"]
+        return config
     if quantised is None:
         raise UserError(
             f"quantised weights: quantization_config has {str(method)[:40]!r}",
@@ -462,6 +473,6 @@ def fingerprint(folder: Folder, log: Callable[[str], None]) -> str:
     """
     digest = hashlib.sha256(read_bytes(folder.path, CONFIG))
     heads = {name: (held.file.name, held.dtype, held.shape) for name, held in folder.tensors.items()}
-    files = {held.file.name: held.file for held in folder.tensors.values()}
+    files = {file.name: file for held in folder.tensors.values() for file in held.files}
     digest.update(json.dumps([heads, hashes(folder.path, files, log)], sort_keys=True).encode())
     return digest.hexdigest()

@@ -78,6 +78,13 @@ class SafetensorsFolder:
         self.config = folder.config
         self._held = folder.tensors
         for name, held in folder.tensors.items():
+            if held.scales is not None:
+                raise UserError(
+                    f"{name} has 4 bits (mxfp4)",
+                    where=str(held.file),
+                    rule="only an import and train.pretrained read them",
+                    fix="llmrecipes import, then llmrecipes export --to hf",
+                )
             if held.dtype not in DTYPES:
                 raise UserError(
                     f"{name} has type {held.dtype}", where=str(held.file), rule=f"one of {', '.join(DTYPES)}"

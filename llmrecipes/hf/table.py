@@ -97,6 +97,7 @@ FUSED_QKV: Transform = _FusedQueryKeyValue()
 ACTIVATIONS = {
     "gelu": ("gelu",),
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
+    "quick_gelu": ("quick_gelu",),
     "silu": ("silu", "swish"),
     "squared_relu": ("relu2",),
 }
@@ -173,10 +174,15 @@ class Special(Protocol):
 
 @dataclass(frozen=True)
 class To:
-    """Tensors of transformers that one of megatron-core becomes; `*` is the number of a layer, then of an expert."""
+    """Tensors of transformers that one of megatron-core becomes; `*` is the number of a layer, then of an expert.
+
+    Args:
+        stacked: each is of all experts of a layer, the first dimension, and its name has no number of an expert.
+    """
 
     names: tuple[str, ...]
     transform: Transform = SAME
+    stacked: bool = False
 
 
 class Pair(NamedTuple):
@@ -185,6 +191,8 @@ class Pair(NamedTuple):
     ours: str
     theirs: tuple[str, ...]
     transform: Transform
+    expert: int | None = None
+    """Its place in theirs, if these are of all experts of a layer."""
 
 
 @dataclass(frozen=True)
@@ -335,7 +343,8 @@ class Family:
         if name.startswith(PREDICTIONS):
             numbers[0] = str(layers + int(numbers[0]))
         to = self.tensors[_NUMBER.sub("*", name)]
-        return Pair(name, tuple(_fill(template, numbers) for template in to.names), to.transform)
+        expert = int(numbers.pop()) if to.stacked else None
+        return Pair(name, tuple(_fill(template, numbers) for template in to.names), to.transform, expert)
 
     def copied(self, model: Model) -> dict[str, str]:
         """Tensors of a file that are copies of another one, by the name of the copy."""

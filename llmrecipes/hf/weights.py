@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from llmrecipes.errors import UserError
+from llmrecipes.hf import mxfp4
 from llmrecipes.hf.match import require_same, section_of
 from llmrecipes.hf.reading import CONFIG, FLOATS, SHOWN, Folder, further_layers, open_folder, read_config, wrong_types
 from llmrecipes.hf.safetensors import TensorSource
@@ -25,6 +26,8 @@ from llmrecipes.recipe.schema import Model
 
 MEAN_ROWS = 1 << 7
 """Rows that are added or compared at a time: so few stay in the processor's cache, in a tenth of the time of 4,096."""
+MOST_RUNS = 1 << 5
+"""Runs of rows that are read one by one."""
 MAPPED = 1 << 28
 """Bytes that are read before a file is reopened, which releases its pages."""
 OTHERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.[a-z_]+)$")
@@ -40,6 +43,8 @@ class _Source(NamedTuple):
     rows: torch.Tensor
     """[n] row of the weight that each row of the tensor becomes."""
     transposed: bool
+    expert: int | None
+    """Its place in a tensor of all experts of a layer."""
 
 
 class FolderWeights:
@@ -93,8 +98,8 @@ class FolderWeights:
         last = offset[0] + shape[0]
         columns = tuple(slice(start, start + size) for start, size in zip(offset[1:], shape[1:], strict=True))
         for source in self._sources(pair):
-            for taken, target in _runs(source.rows, first, last):
-                box[target] = self._slice(source, taken, columns)
+            for taken, chosen, target in _runs(source.rows, first, last):
+                box[target] = self._slice(source, taken, columns)[chosen]
         rows = self._sizes[name][0]
         if last > rows:
             if pair.transform is not VOCABULARY:
@@ -109,23 +114,35 @@ class FolderWeights:
     def _sources(self, pair: Pair) -> list[_Source]:
         size = self._sizes[pair.ours]
         split = self._rows(pair.transform, size[0], len(size))
-        return [_Source(name, *of) for name, of in zip(pair.theirs, split, strict=True)]
+        return [_Source(name, *of, pair.expert) for name, of in zip(pair.theirs, split, strict=True)]
 
     def _slice(self, source: _Source, rows: slice, columns: tuple[slice, ...]) -> torch.Tensor:
-        part = self._file(source.name).get_slice(source.name)
+        place = (*columns, rows) if source.transposed else (rows, *columns)
         try:
-            values: torch.Tensor = part[(*columns, rows)].t() if source.transposed else part[(rows, *columns)]
+            if source.expert is None:
+                values = self._part(source.name, place)
+            else:
+                values = self._part(source.name, (slice(source.expert, source.expert + 1), *place))[0]
+        except UserError:
+            raise
         except Exception as error:  # the library has its own kinds of errors
             where = str(self._folder.tensors[source.name].file)
             raise UserError(f"{source.name} cannot be read: {error}", where=where, fix="download it again") from error
+        return values.t() if source.transposed else values
+
+    def _part(self, name: str, place: tuple[slice, ...]) -> torch.Tensor:
+        held = self._folder.tensors[name]
+        return self._read(held.file, name, place) if held.scales is None else mxfp4.read(name, held, self._read, place)
+
+    def _read(self, path: Path, name: str, place: tuple[slice, ...]) -> torch.Tensor:
+        values: torch.Tensor = self._file(path).get_slice(name)[place]
         self._mapped += values.nbytes
         return values
 
-    def _file(self, name: str) -> Any:
-        """The open file of a tensor; one at a time and not for long: pages of a mapped file count as memory."""
+    def _file(self, path: Path) -> Any:
+        """The open file; one at a time and not for long: pages of a mapped file count as memory."""
         from safetensors import safe_open
 
-        path = self._folder.tensors[name].file
         if self._open is None or self._open[0] != path or self._mapped > MAPPED:
             self._open, self._mapped = None, 0
             try:
@@ -139,7 +156,7 @@ class FolderWeights:
         rows, *rest = self._folder.tensors[name].shape
         total = torch.zeros(rest, dtype=torch.float64)
         for start in range(0, rows, MEAN_ROWS):
-            part = self._file(name).get_slice(name)[start : min(start + MEAN_ROWS, rows)]
+            part = self._part(name, (slice(start, min(start + MEAN_ROWS, rows)),))
             total += part.double().sum(0)
         return (total / rows).float()
 
@@ -158,8 +175,9 @@ class FolderWeights:
         for pair in self._pairs.values():
             weight = torch.empty(self._sizes[pair.ours], device="meta")
             for name, part in zip(pair.theirs, pair.transform.split(weight, self._model), strict=True):
-                if tensors[name].shape != tuple(part.shape):
-                    wrong.append(f"{name}: expected {list(part.shape)}, found {list(tensors[name].shape)}")
+                expected = _whole(pair, part, self._model)
+                if not pair.expert and tensors[name].shape != expected:
+                    wrong.append(f"{name}: expected {list(expected)}, found {list(tensors[name].shape)}")
         if wrong:
             hidden = [f"and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
             raise UserError(
@@ -199,9 +217,13 @@ class FolderWeights:
             return False
         rows = first.shape[0]
         parts = (slice(start, min(start + MEAN_ROWS, rows)) for start in range(0, rows, MEAN_ROWS))
-        return all(
-            torch.equal(*(self._file(each).get_slice(each)[part].double() for each in (copy, name))) for part in parts
-        )
+        return all(torch.equal(*(self._part(each, (part,)).double() for each in (copy, name))) for part in parts)
+
+
+def _whole(pair: Pair, part: torch.Tensor, model: Model) -> tuple[int, ...]:
+    """Shape of a tensor of transformers of which a weight becomes a part."""
+    experts = () if pair.expert is None else (model.num_moe_experts or 0,)
+    return (*experts, *part.shape)
 
 
 def _as_named(pair: Pair, family: Family, folder: Folder) -> Pair:
@@ -220,17 +242,27 @@ def _rows(transform: Transform, rows: int, dimensions: int, model: Model) -> lis
     return [(part.reshape(-1), part.shape[0] == 1 and rows > 1) for part in parts]
 
 
-def _runs(rows: torch.Tensor, first: int, last: int) -> Iterator[tuple[slice, slice | torch.Tensor]]:
-    """Neighbouring rows of a tensor that lie in a range of the weight's, and where in the range each lies."""
+def _runs(
+    rows: torch.Tensor, first: int, last: int
+) -> Iterator[tuple[slice, slice | torch.Tensor, slice | torch.Tensor]]:
+    """Neighbouring rows of a tensor that lie in a range of the weight's, and where in the range each lies.
+
+    Yields:
+        What is read, which of it is used, and its place in the range.
+    """
     inside = ((rows >= first) & (rows < last)).nonzero().flatten()
     if not len(inside):
         return
     ends = (inside.diff() != 1).nonzero().flatten() + 1
+    if len(ends) > MOST_RUNS:  # every second row: what lies between is read too
+        yield slice(int(inside[0]), int(inside[-1]) + 1), inside - inside[0], rows[inside] - first
+        return
     for run in inside.tensor_split(ends):
         taken = slice(int(run[0]), int(run[-1]) + 1)
         target = rows[taken] - first
         # Neighbours here as well: a copy, which is much faster than scattering rows.
-        yield taken, slice(int(target[0]), int(target[-1]) + 1) if bool((target.diff() == 1).all()) else target
+        in_order = bool((target.diff() == 1).all())
+        yield taken, slice(None), slice(int(target[0]), int(target[-1]) + 1) if in_order else target
 
 
 def _counted(names: list[str]) -> str:
@@ -279,7 +311,8 @@ def predictions(section: Mapping[str, Any], folder: Folder) -> int | None:
 class AsHuggingFace:
     """Weights of megatron-core by the names of transformers; see `TensorSource`.
 
-    A tensor that becomes several is read once if these are read one after the other, and is in memory until then.
+    A tensor that becomes several is read once if these are read one after the other, and is in memory until then. One
+    of all experts of a layer is put together in memory.
 
     Args:
         source: weights named as in `recipe.derived.weight_names.weights`.
@@ -293,7 +326,10 @@ class AsHuggingFace:
     def __init__(self, source: TensorSource, family: Family, model: Model) -> None:
         self._source = source
         self._model = model
-        self._pairs = {name: (pair, index) for pair in family.pairs(model) for index, name in enumerate(pair.theirs)}
+        self._pairs: dict[str, list[tuple[Pair, int]]] = {}
+        for pair in family.pairs(model):
+            for index, name in enumerate(pair.theirs):
+                self._pairs.setdefault(name, []).append((pair, index))
         self._last: tuple[Pair, list[torch.Tensor]] | None = None
         require_weights(source, model)
         self._pairs |= {copy: self._pairs[name] for copy, name in family.copied(model).items()}
@@ -304,31 +340,39 @@ class AsHuggingFace:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `TensorSource`."""
-        pair, index = self._pairs[name]
+        pair, index = self._pairs[name][0]
         return self._shapes[pair.theirs[index]]
 
     def dtype(self, name: str) -> torch.dtype:
         """See `TensorSource`."""
-        return self._source.dtype(self._pairs[name][0].ours)
+        return self._source.dtype(self._pairs[name][0][0].ours)
 
     def read(self, name: str) -> torch.Tensor:
         """See `TensorSource`."""
-        pair, index = self._pairs[name]
+        parts = self._pairs[name]
+        if parts[0][0].expert is None:
+            return self._read(*parts[0]).contiguous()
+        whole = torch.empty(self.shape(name), dtype=self.dtype(name))
+        for pair, index in parts:
+            whole[pair.expert] = self._read(pair, index)
+        return whole
+
+    def _read(self, pair: Pair, index: int) -> torch.Tensor:
         if self._last is None or self._last[0] is not pair:
             self._last = None  # frees its memory before the next is read
             self._last = pair, pair.transform.split(self._source.read(pair.ours), self._model)
         part = self._last[1][index]
         if index == len(pair.theirs) - 1:
             self._last = None
-        return part.contiguous()
+        return part
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         sizes = weights(self._model)
         shapes: dict[str, tuple[int, ...]] = {}
-        for pair in dict.fromkeys(pair for pair, _ in self._pairs.values()):
+        for pair in dict.fromkeys(parts[0][0] for parts in self._pairs.values()):
             parts = pair.transform.split(torch.empty(sizes[pair.ours], device="meta"), self._model)
-            shapes |= {name: tuple(part.shape) for name, part in zip(pair.theirs, parts, strict=True)}
+            shapes |= {name: _whole(pair, part, self._model) for name, part in zip(pair.theirs, parts, strict=True)}
         return shapes
 
 

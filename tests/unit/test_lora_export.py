@@ -53,6 +53,9 @@ CASES_OF_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral, experts": (
         "mixtral", {"rank": 3, "target_modules": ["linear_qkv", "experts.linear_fc1", "experts.linear_fc2"]}
     ),
+    "gpt_oss, experts": (
+        "gpt_oss", {"rank": 3, "target_modules": ["linear_proj", "experts.linear_fc1", "experts.linear_fc2"]}
+    ),
     "qwen3_moe, second matrices": ("qwen3_moe", {"rank": 2, "alpha": 5.0, "target_modules": ["experts.linear_fc2"]}),
     "deepseek_v3, first matrices": (
         "deepseek_v3", {"rank": 4, "dropout": 0.1, "target_modules": ["linear_q_up_proj", "experts.linear_fc1"]}

@@ -54,6 +54,11 @@ DEEPSEEK: dict[str, Any] = {
     "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid", "moe_router_num_groups": 2,
     "moe_router_group_topk": 1, "moe_router_topk_scaling_factor": 2.5,
 }  # fmt: skip
+GPT_OSS: dict[str, Any] = {
+    **MIXTRAL, "num_layers": 4, "add_bias_linear": True, "activation_func": "quick_gelu", "glu_linear_offset": 1.0,
+    "activation_func_clamp_value": 2.0, "softmax_type": "learnable", "window_size": [6, 0],
+    "window_attn_skip_freq": [1, 0, 1, 0], "kv_channels": 24, "init_method_std": 0.08,
+}  # fmt: skip
 YARN: dict[str, Any] = {
     "position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 8,
 }  # fmt: skip
@@ -159,6 +164,18 @@ CASES = {
         },
         config={"first_k_dense_replace": 1, "n_shared_experts": 2},
     ),
+    "gpt-oss": Case(
+        "gpt_oss",
+        {**GPT_OSS, **YARN, "yarn_correction_range_round_to_int": False, "moe_ffn_hidden_size": 48},
+        config={
+            "swiglu_limit": 2.0, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "attention_bias": True, "intermediate_size": 48,
+        },
+    ),
+    "gpt-oss, plain": Case(
+        "gpt_oss", {**GPT_OSS, "window_size": None, "window_attn_skip_freq": None},
+        config={"layer_types": ["full_attention"] * 4},
+    ),
     "deepseek-v3": Case("deepseek_v3", DEEPSEEK, config={"first_k_dense_replace": 1, "n_shared_experts": 2}),
     "deepseek-v3, yarn": Case(
         "deepseek_v3",
@@ -259,14 +276,15 @@ def test_a_family_computes_the_same_in_transformers(name: str, tmp_path: Path) -
     F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
     F.cross_entropy(ours(tokens, positions, None)[..., :VOCABULARY].flatten(0, 1), labels.flatten()).backward()
     mine = {key: parameter.grad for key, parameter in ours.named_parameters() if parameter.grad is not None}
-    gradients = stacked(
-        {
-            their: part
-            for key, gradient in mine.items()
-            for pair in [family.pair(key, model.num_layers)]
-            for their, part in zip(pair.theirs, pair.transform.split(gradient, model), strict=True)
-        }
-    )
+    parts = [
+        (their, pair.expert, part)
+        for key, gradient in mine.items()
+        for pair in [family.pair(key, model.num_layers)]
+        for their, part in zip(pair.theirs, pair.transform.split(gradient, model), strict=True)
+    ]
+    gradients = stacked({their: part for their, expert, part in parts if expert is None})
+    for their in dict.fromkeys(their for their, expert, _ in parts if expert is not None):
+        gradients[their] = torch.stack([part for name, _, part in parts if name == their])
     expected = {key: parameter.grad for key, parameter in theirs.named_parameters() if parameter.grad is not None}
     assert expected.keys() == gradients.keys()
     differences = {key: distance(gradient, expected[key]) for key, gradient in gradients.items()}
@@ -291,7 +309,7 @@ def stacked(state: State) -> State:
 
 
 @pytest.mark.parametrize("name", ["gpt-2 as published", "llama", "apertus: gpt-tiny", "mixtral", "deepseek-v3",
-                                  "qwen2, windows", "mixtral, window"])  # fmt: skip
+                                  "qwen2, windows", "mixtral, window", "gpt-oss"])  # fmt: skip
 def test_greedy_text_is_the_same_token_by_token(name: str, tmp_path: Path) -> None:
     ours = randomised(CASES[name].model)
     theirs, _ = exported(CASES[name], ours, tmp_path)

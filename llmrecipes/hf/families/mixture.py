@@ -30,7 +30,7 @@ from llmrecipes.hf.table import SAME, Config, Family, Fixed, Key, Unsupported, r
 from llmrecipes.recipe.derived.weight_names import moe_layers
 from llmrecipes.recipe.schema import Model
 
-_SOFTMAX: dict[str, Any] = {
+SOFTMAX: dict[str, Any] = {
     **{key: value for key, value in LLAMA.items() if key != "num_moe_experts"},
     "moe_router_score_function": "softmax",
     "moe_router_topk_scaling_factor": None,
@@ -41,14 +41,22 @@ _SOFTMAX: dict[str, Any] = {
 _TOPK = Key("num_experts_per_tok", "moe_router_topk")
 
 
-class _MixtralExperts:
-    """Every layer has experts, and their width is the only one."""
+class ExpertsInEachLayer:
+    """Every layer has experts, and their width is the only one.
+
+    Args:
+        family: `model_type`.
+    """
 
     theirs = ("intermediate_size", "num_local_experts", "num_experts")
     ours = ("ffn_hidden_size", "moe_ffn_hidden_size", "num_moe_experts", "moe_layer_freq")
 
+    def __init__(self, family: str) -> None:
+        self._family = family
+
     def config_of(self, model: Model) -> tuple[dict[str, Any], list[Unsupported]]:
-        rule = "every layer of a model of type mixtral has experts"
+        """See `Special`."""
+        rule = f"every layer of a model of type {self._family} has experts"
         obstacles = [] if model.num_moe_experts else [Unsupported("model.num_moe_experts", model.num_moe_experts, rule)]
         if model.num_moe_experts and not all(moe_layers(model)):
             obstacles.append(Unsupported("model.moe_layer_freq", model.moe_layer_freq, rule))
@@ -56,6 +64,7 @@ class _MixtralExperts:
         return {"intermediate_size": width, "num_local_experts": model.num_moe_experts}, obstacles
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
+        """See `Special`."""
         return {"ffn_hidden_size": config["intermediate_size"], "num_moe_experts": config["num_local_experts"]}, []
 
 
@@ -89,7 +98,7 @@ MIXTRAL = Family(
     name="mixtral",
     architecture="MixtralForCausalLM",
     prefix="model.",
-    needs={**_SOFTMAX, "moe_router_pre_softmax": False},
+    needs={**SOFTMAX, "moe_router_pre_softmax": False},
     keys=(*SIZES, Key("rms_norm_eps", "layernorm_epsilon"), _TOPK),
     fixed=(),
     tensors={
@@ -101,14 +110,14 @@ MIXTRAL = Family(
     },
     free=FREE_EXPERTS,
     default_only=UNSUPPORTED | LATENT | {"moe_router_group_topk"},
-    specials=(Heads(), Rope(), Window(said=True), _MixtralExperts()),
+    specials=(Heads(), Rope(), Window(said=True), ExpertsInEachLayer("mixtral")),
 )
 
 QWEN3_MOE = Family(
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     prefix="model.",
-    needs={**_SOFTMAX, "qk_layernorm": True},
+    needs={**SOFTMAX, "qk_layernorm": True},
     keys=(
         *SIZES,
         Key("rms_norm_eps", "layernorm_epsilon"),
