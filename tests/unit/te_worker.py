@@ -62,6 +62,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "norms of queries and keys": {**LLAMA, "qk_layernorm": True},
     "experts": {**LLAMA, **EXPERTS, "num_layers": 3, "moe_layer_freq": [0, 1, 1]},
+    "experts with biases": {**LLAMA, **EXPERTS, "add_bias_linear": True},
     "latent attention": {**LATENT, "qk_layernorm": True},
     "latent attention, whole queries": {**LATENT, "q_lora_rank": None, "qk_layernorm": True},
     "latent attention without norms": {**LATENT, "qk_layernorm": False},
@@ -113,9 +114,9 @@ def counted(platform: Any) -> dict[str, dict[str, float]]:
 
     Experts are split as the other layers, or each rank has half of them.
     """
-    cases = {name: (model, LAYOUTS["tp2"]) for name, model in MODELS.items()}
+    cases = {name: (model, LAYOUTS["tp2"]) for name, model in MODELS.items() if name != "experts with biases"}
     halves = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
-    for name in ("experts", "deepseek"):
+    for name in ("experts", "deepseek", "experts with biases"):  # the last only so
         cases[f"{name}, ep2"] = MODELS[name], LAYOUTS["tp2"] | halves
     sums: dict[str, Counter[str]] = {name: Counter() for name in cases}
     sizes: dict[str, int] = {}

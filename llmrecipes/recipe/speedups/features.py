@@ -230,7 +230,7 @@ FEATURES: Mapping[str, Feature] = {
     ),
     "bias_dropout_fusion": Feature(
         "TransformerConfig.bias_dropout_fusion", "one pass over the residual stream instead of three",
-        obstacles.anything, _compiler, _compiled_if_needed,
+        obstacles.residual, _compiler, _compiled_if_needed,
     ),
     "apply_rope_fusion": Feature(
         "TransformerConfig.apply_rope_fusion",

@@ -25,6 +25,11 @@ def activation(recipe: Recipe) -> str | None:
     )
 
 
+def residual(recipe: Recipe) -> str | None:
+    biased = recipe.model.num_moe_experts and recipe.model.add_bias_linear
+    return "TransformerEngine's experts have no biases with it" if biased else None
+
+
 def rotation(recipe: Recipe) -> str | None:
     model = recipe.model
     if model.multi_latent_attention:
