@@ -126,6 +126,11 @@ class RunFiles:
         return self.path / SUBMISSION
 
     @property
+    def choice(self) -> Path:
+        """What `layout: auto` chose when the job was submitted, and why."""
+        return self.logs / "layout.json"
+
+    @property
     def exit_code(self) -> Path:
         """`JOB CODE`, which a job writes when it ends: schedulers forget jobs, Slurm within minutes."""
         return self.logs / "exit"

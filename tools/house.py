@@ -17,7 +17,7 @@ from pathlib import Path
 PACKAGE = "llmrecipes"
 PAGES = ("README.md", "CHANGELOG.md", "benchmarks/RESULTS.md")
 CODE_BUDGET = {
-    ".": 1303,
+    ".": 1306,
     "bench": 867,
     "checkpoint": 1025,
     "cli": 3640,
@@ -32,17 +32,17 @@ CODE_BUDGET = {
     "foreign": 1634,
     "hardware": 1102,
     "hf": 2360,
-    "launch": 3193,
+    "launch": 3201,
     "models": 4120,
     "plan": 5470,
-    "recipe": 8912,
+    "recipe": 8916,
     "report": 1824,
     "scaling": 400,
-    "search": 2493,
+    "search": 2498,
     "tracking": 2539,
     "train": 2975,
     "verify": 650,
-    "workflow": 3688,
+    "workflow": 3689,
 }
 """Most lines of code of each package; `.` are the modules beside the packages. Whoever needs more removes something, or
 raises the number and says in the commit why."""

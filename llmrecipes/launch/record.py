@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,28 @@ def read(run_dir: Path) -> JobRecord | None:
             where=str(path),
             fix="use the job id instead of the run",
         ) from error
+
+
+def write_choice(run_dir: Path, chosen: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
+    """Record why a job has its layout, which it gets as keys.
+
+    Args:
+        chosen: `RunPlan.chosen`.
+        layout: values of the keys that are chosen, as plain data.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_atomic(RunFiles(run_dir).choice, json.dumps({"chosen": chosen, "layout": layout}) + "\n")
+
+
+def choice(run_dir: Path, layout: Mapping[str, Any]) -> dict[str, Any] | None:
+    """`RunPlan.chosen` of the run's submission; None if there is none, or none of this layout."""
+    try:
+        values: Any = read_json(RunFiles(run_dir).choice, root=run_dir, most=RECORD)
+        return dict(values["chosen"]) if values["layout"] == layout else None
+    except (OSError, ValueError, KeyError, TypeError):  # it only says why
+        return None
 
 
 def submitted(runs_dir: Path) -> Iterator[Path]:

@@ -158,15 +158,8 @@ def _loaded(parsed: document.ParsedDocument, path: Path, overrides: Sequence[str
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """The resolved recipe as YAML that `load` accepts: all defaults but those that `layout: auto` is to replace.
-
-    Nor that name itself, unless it was asked for: where nothing can be chosen, only those who asked are refused.
-    """
-    values = recipe.model_dump(mode="json")
-    left = layouts.undecided(recipe)
-    for name in (*left, *(["name"] if left and "name" not in recipe.layout.model_fields_set else [])):
-        values["layout"].pop(name)
-    return document.dump(values)
+    """The resolved recipe as YAML that `load` accepts: all defaults but those that `layout: auto` is to replace."""
+    return document.dump(layouts.left_out(recipe))
 
 
 def short(recipe: Recipe, comments: Mapping[str, str] | None = None, header: str = "") -> str:

@@ -10,6 +10,7 @@ from pydantic import JsonValue, ValidationError
 
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.reading.explain import explain
+from llmrecipes.recipe.reading.layouts import left_out
 from llmrecipes.recipe.reading.overrides import Override, apply
 from llmrecipes.recipe.rules import recipe_rules
 from llmrecipes.recipe.rules.search_rules import contains, is_integer
@@ -138,7 +139,7 @@ def trial_recipe(recipe: Recipe, search: Search, values: Mapping[str, JsonValue]
     Raises:
         UserError: the values do not go together; all broken rules are in it.
     """
-    data = recipe.model_dump(mode="json")
+    data = left_out(recipe)
     for key, value in values.items():
         if problem := apply(data, Override(key, value, "")):
             raise UserError(problem.what, where=problem.key, rule=problem.rule, fix=problem.fix)

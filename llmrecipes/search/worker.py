@@ -150,6 +150,7 @@ class Worker:
             self._heartbeat,
         )
         self._spent = ""
+        self._layout = ""
         self._not_before = 0.0
         self._pause = LOOK_SECONDS
         self._answered = time.monotonic()
@@ -227,6 +228,10 @@ class Worker:
             self._pause = LOOK_SECONDS
             how = f"continues trial {max(started.continued)}" if started.continued else "started"
             self.log(f"trial {started.number} {how}  {shown(started.values)}")
+            layout = "" if started.plan.chosen is None else started.plan.chosen["text"]
+            if layout not in ("", self._layout):
+                self.log(f"layout auto: {layout}")
+            self._layout = layout
         elif started.is_elsewhere:
             self._not_before = time.monotonic() + POSTPONED_SECONDS
         elif started.outcome == TrialOutcome.RETURNED:

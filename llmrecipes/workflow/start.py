@@ -16,8 +16,10 @@ from llmrecipes.engine.requirements import require_fields, require_packages
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.hardware.profile import COSTS, Costs, Profile
+from llmrecipes.launch import record
 from llmrecipes.launch.environment import detected_environment, environment
 from llmrecipes.plan.run_plan import RunPlan
+from llmrecipes.recipe.reading.layouts import chosen_keys
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.rundir import Run
 from llmrecipes.tracking.run_tracker import require_packages_of_tracking
@@ -70,7 +72,7 @@ class PreparedStart:
             "planned": plan.facts(),
             "nvlink_domain": plan.cluster.nvlink_domain,
             "predicted": record_of(plan, machine.profile),
-            "chosen": plan.chosen,
+            "chosen": plan.chosen or record.choice(spec.run.path, chosen_keys(plan.recipe)),
             "costs": costs(plan.recipe, machine.profile),
         }
         return cls(spec.model_copy(update=known), plan, machine, variables)

@@ -30,7 +30,7 @@ from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.speed.choice import Choice, choose, overrides_of
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.reading.layouts import is_name
+from llmrecipes.recipe.reading.layouts import chosen_keys, is_name
 from llmrecipes.recipe.reading.overrides import parse_override
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.runfiles import RunFiles, checked_run_id
@@ -185,6 +185,8 @@ def submit(
         raise
     try:
         record.write(job.ref)
+        if planned.plan.chosen is not None and launcher.shares_disk:
+            record.write_choice(submission.run_dir, planned.plan.chosen, chosen_keys(planned.recipe))
     except OSError as error:  # the job was submitted anyway
         logger.warning(
             "%s: %s; llmrecipes cancel needs the id of the job", RunFiles(submission.run_dir).submission, error.strerror

@@ -13,6 +13,7 @@ import optuna
 import pytest
 
 from llmrecipes.errors import ExitCode
+from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.launch import registry
 from llmrecipes.launch.base import (
     JobHandle,
@@ -131,11 +132,13 @@ class _Curve:
             self.status = JobStatus(JobState.COMPLETED, 0)
 
 
-def worker(recipe: Recipe, folder: Path, *, workers: int = 1, resume: bool = False) -> Worker:
+def worker(
+    recipe: Recipe, folder: Path, *, workers: int = 1, resume: bool = False, site: Cluster = ROOMY, ranks: int = 1
+) -> Worker:
     """A search process that has opened its study."""
     paths = Paths(folder / "runs", folder / "data")
     place = place_of(recipe, require_section(recipe), paths.runs_dir)
-    target = Target(Curves(), {}, paths, workers, ROOMY, ranks=1)
+    target = Target(Curves(), {}, paths, workers, site, ranks=ranks)
     study = open_study(recipe, place, resume=resume)
     lines: list[str] = []
     tracker = StudyTracker.open(study, recipe, place)

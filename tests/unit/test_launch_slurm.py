@@ -14,6 +14,7 @@ import yaml
 
 from llmrecipes.cli import app as cli
 from llmrecipes.hardware.load import load_profile
+from llmrecipes.hardware.machine import machine
 from llmrecipes.hardware.slurm_words import gpus_of, limit_seconds
 from llmrecipes.launch.launcher_options import SLURM, fields, options_of
 from llmrecipes.launch.programs import tell
@@ -27,6 +28,10 @@ from llmrecipes.launch.slurm.sbatch import (
     script_text,
 )
 from llmrecipes.launch.slurm.slurm_options import SlurmOptions, SlurmRequest
+from llmrecipes.recipe.load import load
+from llmrecipes.train.spec import RunSpec
+from llmrecipes.workflow.run import plan_run
+from llmrecipes.workflow.start import Machine, PreparedStart
 from llmrecipes.workflow.submit import plan_for
 from tests.refusals import refused, require_message
 
@@ -463,6 +468,30 @@ def test_what_a_dry_run_prints_can_be_pasted(programs: Path, capsys: pytest.Capt
     assert any(word.endswith("/slurm/prepare.sbatch") for word in prepare)
     assert {"--dependency=afterok:1", "--kill-on-invalid-dep=yes"} <= set(train)
     assert not any("$" in word for word in train)
+
+
+def test_a_job_knows_why_it_has_its_layout(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It gets the keys that were chosen when it was submitted, and the reason through the run's directory."""
+    sbatch_that(programs)
+    where = ["--cluster", "h100-ib", "--run-id", "mine"]
+    assert cli.run(["submit", "gpt-1b", "--nodes", "1", *where]) == 0
+    said = capsys.readouterr().err.splitlines()
+    _, words = jobs(programs)
+    name, *overrides = words[words.index("gpt-1b") :]
+    assert overrides == ["layout.name=null", "layout.micro_batch_size=8"]
+
+    def chosen(*others: str) -> dict[str, Any] | None:
+        recipe = load(name, [*overrides, *others]).recipe
+        site = machine(load_profile("h100-ib"), 1)
+        run_dir = Path("runs/gpt-1b/mine").absolute()
+        spec = RunSpec(recipe=recipe, data_dir=Path("data"), run_dir=run_dir, runs_dir=run_dir.parents[1])
+        return PreparedStart.of(spec, plan_run(recipe, site, 8), Machine(site, 8)).spec.chosen
+
+    found = chosen()
+    assert found is not None
+    assert f"layout auto: {found['text']}" in said
+    assert found["layout"] == "MBS8"
+    assert chosen("layout.micro_batch_size=4") is None, "it is not that layout any more"
 
 
 def test_several_nodes_tokenize(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from optuna.trial import TrialState
 
 from llmrecipes.cli.app import run
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.hardware.machine import planned
 from llmrecipes.launch.base import JobState, JobStatus
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
@@ -78,6 +79,21 @@ def test_what_the_plan_refuses_is_never_started(tmp_path: Path) -> None:
     }
     assert by_width[1 << 20].constraints["fits"] > 1
     assert "does not fit" in by_width[1 << 20].user_attrs["reason"]
+
+
+def test_the_layout_that_is_chosen_for_trials_is_said_when_it_changes(tmp_path: Path) -> None:
+    lengths = {"key": "model.seq_length", "choices": [64, 32]}
+    plain = searched(lengths, sampler={"type": "GridSampler"}, n_trials=None)
+    recipe = plain.model_copy(update={"train": plain.train.model_copy(update={"precision": "bf16"})})
+    made = made_worker(recipe, tmp_path, site=planned("h100-ib", 1, 1), ranks=8)
+    said: list[str] = []
+    made.log = said.append
+    assert made.run() == ExitCode.DONE
+    layouts = [line.partition(": ")[2] for line in said if line.startswith("layout auto: ")]
+    trials = [json.loads(path.read_text("utf-8")) for path in (tmp_path / "runs").glob("*/*/logs/layout.json")]
+    assert {trial["chosen"]["text"] for trial in trials} == set(layouts)
+    assert len(trials) == 2
+    assert all("MFU predicted" in layout for layout in layouts)
 
 
 def test_a_space_in_which_nothing_runs_ends_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,23 @@ def undecided(recipe: Recipe) -> list[str]:
     return [name for name in CHOSEN if name not in recipe.layout.model_fields_set]
 
 
+def left_out(recipe: Recipe) -> dict[str, Any]:
+    """Plain data of a recipe without the keys of `undecided`, so that they are chosen for what is read from it.
+
+    Nor has it `auto` itself, unless it was asked for: where nothing can be chosen, only those who asked are refused.
+    """
+    values = recipe.model_dump(mode="json")
+    left = undecided(recipe)
+    for name in (*left, *(["name"] if left and "name" not in recipe.layout.model_fields_set else [])):
+        values["layout"].pop(name)
+    return values
+
+
+def chosen_keys(recipe: Recipe) -> dict[str, Any]:
+    """Values of the keys of `CHOSEN`, as plain data."""
+    return recipe.layout.model_dump(mode="json", include=set(CHOSEN))
+
+
 def is_name(value: object) -> bool:
     """Whether a value of `layout` is the name of one, or null: a recipe without what is chosen."""
     return value is None or isinstance(value, str)
