@@ -17,11 +17,11 @@ from pathlib import Path
 PACKAGE = "llmrecipes"
 PAGES = ("README.md", "CHANGELOG.md", "benchmarks/RESULTS.md")
 CODE_BUDGET = {
-    ".": 1306,
+    ".": 1447,
     "bench": 867,
-    "checkpoint": 1025,
+    "checkpoint": 1163,
     "cli": 3640,
-    "data": 8043,
+    "data": 7910,
     "diagnosis": 1016,
     "doctor": 1159,
     "dryrun": 600,
@@ -35,18 +35,18 @@ CODE_BUDGET = {
     "launch": 3201,
     "models": 4120,
     "plan": 5470,
-    "recipe": 8916,
+    "recipe": 8931,
     "report": 1824,
     "scaling": 400,
-    "search": 2498,
+    "search": 2499,
     "tracking": 2539,
-    "train": 2975,
+    "train": 3246,
     "verify": 650,
-    "workflow": 3689,
+    "workflow": 3697,
 }
 """Most lines of code of each package; `.` are the modules beside the packages. Whoever needs more removes something, or
 raises the number and says in the commit why."""
-WORD_BUDGET = {"README.md": 770, "docs/": 78_840}
+WORD_BUDGET = {"README.md": 770, "docs/": 79_200}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 LOOPS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case, ast.comprehension)

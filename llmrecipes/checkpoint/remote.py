@@ -38,8 +38,9 @@ from llmrecipes.untrusted import MANIFEST
 KEY = "checkpoint.copy_to"
 SLOWEST = 1e6
 """Bytes a second with which a rank's upload is waited for, after `stores.PATIENCE_SECONDS`."""
-_THREADS = 4
-"""Files of a rank that are moved at once; a large one is moved in parts, several at once too."""
+_FILES, _PARTS, _PART, _MOST_PARTS = 2, 4, 16 << 20, 9_000
+"""Files of a rank that are moved at once; parts of each, their bytes, and how many there may be. s3fs would hold ten
+parts of 50 MB: with eight ranks on a node, gigabytes of its memory."""
 _LONGEST_PAUSE = 30.0
 
 
@@ -110,7 +111,7 @@ class RemoteCheckpoints:
             if self._size(target) != (folder / name).stat().st_size:
                 self._put(folder / name, target)
 
-        with ThreadPoolExecutor(_THREADS) as pool:
+        with ThreadPoolExecutor(_FILES) as pool:
             list(pool.map(put, names))
 
     def announce(self, folder: Path, is_ended: Callable[[], bool]) -> Manifest:
@@ -199,10 +200,10 @@ class RemoteCheckpoints:
         def get(name: str) -> None:
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._asked(self._fs.get_file, self._path(step, name), str(path))
+            self._asked(self._fs.get_file, self._path(step, name), str(path), **self._in_parts(files[name].size))
             sync(path)
 
-        with ThreadPoolExecutor(_THREADS) as pool:
+        with ThreadPoolExecutor(_FILES) as pool:
             list(pool.map(get, wanted))
         if problem := mismatch(folder, wanted):
             raise UserError(problem, where=where, fix="delete the copy: older ones are used")
@@ -233,7 +234,12 @@ class RemoteCheckpoints:
     def _put(self, path: Path, target: str) -> None:
         if "file" in self._fs.protocol:  # other stores have no folders
             self._asked(self._fs.makedirs, str(PurePosixPath(target).parent), exist_ok=True)
-        self._asked(self._fs.put_file, str(path), target)
+        self._asked(self._fs.put_file, str(path), target, **self._in_parts(path.stat().st_size))
+
+    def _in_parts(self, size: int) -> dict[str, int]:
+        if "s3" not in self._fs.protocol:
+            return {}
+        return {"chunksize": max(_PART, -(-size // _MOST_PARTS)), "max_concurrency": _PARTS}
 
     def _sizes(self, step: int) -> dict[str, int]:
         """Bytes of the files of a copy by name, complete or not."""

@@ -142,6 +142,21 @@ def test_a_copy_gets_through_faults(
     require_same(fetched(remote, 10, CheckpointStore(tmp_path / "elsewhere")), folder)
 
 
+def test_a_large_file_goes_in_parts_that_memory_can_hold(
+    proxy: Proxy, store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_module, "_PART", 5 << 20)  # S3 takes no smaller ones
+    temporary = store.temporary(10)
+    (temporary / "__0_0.distcp").write_bytes(bytes(range(256)) * (52 << 10))
+    info = CheckpointInfo(step=10, consumed_samples=1, consumed_tokens=1, layout={}, recipe_hash="r")
+    folder = store.publish(temporary, info, versions={}).path
+    remote = RemoteCheckpoints(URL, RUN)
+    remote.upload(folder, ["__0_0.distcp"])
+    remote.announce(folder, lambda: False)
+    assert sum("partNumber=" in path for _, path in proxy.asked) == 3
+    require_same(fetched(remote, 10, CheckpointStore(tmp_path / "elsewhere")), folder)
+
+
 @pytest.mark.parametrize("fault", [403, 507, "hang", "cut"])
 def test_a_store_that_does_not_take_it_is_one_message_in_time(
     fault: int | str, proxy: Proxy, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
