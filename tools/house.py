@@ -20,7 +20,7 @@ CODE_BUDGET = {
     ".": 1447,
     "bench": 867,
     "checkpoint": 1163,
-    "cli": 3640,
+    "cli": 3658,
     "data": 7910,
     "diagnosis": 1016,
     "doctor": 1159,

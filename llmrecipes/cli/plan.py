@@ -95,7 +95,7 @@ class _Asked(NamedTuple):
         return self.recipe, self.overrides, self.cluster, self.nodes, self.ranks
 
 
-_ONE_LAYOUT = ("", "--search", "--scaling-curve", "--details", "--placement", "--speed")
+_ONE_LAYOUT = ("", "--search", "--scaling-curve", "--details", "--placement", "--speed", "--pin")
 _OF_MODES: dict[str, tuple[str, ...]] = {
     "--clusters": ("--what-if",),
     "--usd-per-gpu-hour": ("", "--search", "--what-if"),
@@ -363,6 +363,28 @@ def _what_if(asked: _Asked) -> int:
     return 0
 
 
+def _pin(asked: _Asked) -> int:
+    from llmrecipes.recipe.document import dump_for_people
+    from llmrecipes.recipe.load import changed_values, load
+    from llmrecipes.workflow.plan import plan_on
+
+    recipe = load(asked.recipe, asked.overrides).recipe
+    plan, _ = plan_on(recipe, nproc=asked.ranks, cluster=asked.cluster, nodes=asked.nodes)
+    if plan.chosen is None:
+        raise UserError(
+            "nothing is chosen",
+            where="--pin",
+            rule="layout: auto chooses what the recipe does not set, for GPUs of known speed",
+            fix="layout=auto" if recipe.layout.name is None else "--cluster NAME; llmrecipes clusters lists them",
+        )
+    section = {"layout": changed_values(plan.recipe)["layout"]}
+    if asked.as_json:
+        print(json.dumps({**section, "chosen": plan.chosen}, indent=2))
+    else:
+        print(dump_for_people(section, {}, plan.chosen["text"]), end="")
+    return 0
+
+
 def _calibration(asked: _Asked) -> int:
     from llmrecipes.cli.predictions import calibration_lines
     from llmrecipes.workflow.calibrated_profile import calibration, write
@@ -386,6 +408,7 @@ _MODES: dict[str, Callable[[_Asked], int]] = {
     "--placement": _placement,
     "--speed": _speed,
     "--search": _search,
+    "--pin": _pin,
     "--calibration": _calibration,
     "--what-if": _what_if,
     "--scaling-curve": _curve,

@@ -44,6 +44,7 @@ class PlanOptions:
     ] = None
     speed: Annotated[bool, Option("List features that affect speed: on or off, why, and what they give.")] = False
     search: Annotated[bool, Option("Find the fastest layouts that fit instead of the recipe's.")] = False
+    pin: Annotated[bool, Option("Print the section layout that is chosen for the GPUs, for the recipe's file.")] = False
     dryrun: Annotated[bool, Option("With --search: dry run the fastest layouts with torch, until one fits.")] = False
     out: Annotated[
         Path | None,

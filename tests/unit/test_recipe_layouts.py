@@ -10,10 +10,11 @@ import pytest
 import yaml
 
 from llmrecipes.cli.app import run
+from llmrecipes.files import recipes_dir
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.machine import machine, planned
-from llmrecipes.plan.derive import derive
+from llmrecipes.plan.derive import LEAST_HEADROOM, Plan, derive
 from llmrecipes.plan.speed.choice import ALIKE, choose
 from llmrecipes.plan.speed.search import fastest
 from llmrecipes.recipe.load import RECIPES, load, names, to_yaml
@@ -23,7 +24,7 @@ from llmrecipes.recipe.sections.layout_section import AUTO
 from llmrecipes.workflow.plan import placement, plan_on
 from llmrecipes.workflow.speed_forecast import search, write
 from llmrecipes.workflow.submit import plan_for
-from tests.refusals import refused
+from tests.refusals import refused, require_message
 
 BASE = """\
 name: blocks
@@ -194,17 +195,22 @@ def test_where_nothing_can_be_compared_the_defaults_stay(caplog: pytest.LogCaptu
 
 
 def test_a_run_that_goes_on_has_its_layout_whatever_memory_is_free() -> None:
-    recipe, site = load("llama3-8b").recipe, planned(H100, 1, 1)
+    recipe = load("gpt-1b").recipe
+    (gpu, *_) = planned(H100, 1, 1).gpus
 
-    def keys(free: float) -> dict[str, object]:
-        used = tuple(replace(gpu, memory_free_bytes=int(gpu.memory_bytes * free)) for gpu in site.gpus)
-        choice = choose(recipe, replace(site, gpus=used), 8, load_profile(H100))
+    def plan(free: float) -> Plan:
+        site = replace(planned(H100, 1, 1), gpus=(replace(gpu, memory_free_bytes=int(free)),))
+        choice = choose(recipe, site, 1, load_profile(H100))
         assert choice is not None
-        assert derive(choice.recipe, 8, replace(site, gpus=used)).fits
-        return _layout(choice.recipe)
+        return derive(choice.recipe, 1, site)
 
-    assert keys(0.95) == keys(1.0)
-    assert keys(0.5) != keys(1.0), "what others keep does not become free"
+    roomy = plan(gpu.memory_bytes)
+    assert roomy.memory_headroom > LEAST_HEADROOM
+    tight = plan(1.01 * roomy.memory.total)
+    assert (tight.recipe, tight.fits) == (roomy.recipe, True)
+    shared = plan(0.8 * roomy.memory.total)
+    assert shared.fits, "what others keep does not become free"
+    assert shared.recipe.layout.micro_batch_size < roomy.recipe.layout.micro_batch_size
 
 
 def test_a_record_has_no_auto_that_was_not_asked_for(tmp_path: Path) -> None:
@@ -249,7 +255,7 @@ def test_a_submitted_job_keeps_the_files_zero(tmp_path: Path) -> None:
 
 def test_a_layout_that_a_search_writes_is_not_chosen_again(tmp_path: Path) -> None:
     path = tmp_path / "written.yaml"
-    (best,) = search("llama3-8b", (), H100, 1, None, None, 1)
+    (best,) = search("gpt-1b", (), H100, 1, None, None, 1)
     write(best, path)
     recipe = load(str(path)).recipe
     assert _layout(recipe) == _layout(best.recipe)
@@ -265,6 +271,26 @@ def test_ranks_are_placed_in_the_layout_that_a_profile_chooses(tmp_path: Path) -
     assert placed == plan_on(recipe, nproc=None, cluster=H100, nodes=1)[0].largest.layout
     assert placement(recipe, None, None, None, None)[0].world_size == 1
     assert placement(load(path, ["layout=null"]).recipe, None, H100, 1, None)[0].world_size == 1
+
+
+def test_a_pinned_section_is_the_layout_that_was_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "gpt-1b", "--cluster", H100, "--nodes", "1", "--pin"]
+    assert run(asked) == 0
+    text = capsys.readouterr().out
+    choice = choose(load("gpt-1b").recipe, planned(H100, 1, 1), 8, load_profile(H100))
+    assert choice is not None
+    assert f"# {choice}\n" in text
+    file = recipes_dir() / "gpt-1b.yaml"
+    recipe = yaml.safe_load(file.read_text("utf-8")) | yaml.safe_load(text)
+    (tmp_path / "gpt-1b.yaml").write_text(yaml.safe_dump(recipe), "utf-8")
+    assert load(str(tmp_path / "gpt-1b.yaml")).recipe == choice.recipe
+    assert run([*asked, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["chosen"], shown["layout"]["name"]) == (choice.as_dict(), None)
+    assert run(["plan", "llama3-70b", "--cluster", H100, "--nodes", "4", "--pin"]) == 2
+    require_message(capsys.readouterr().err, "--pin", rule="layout=auto")
+    assert run(["plan", "gpt-tiny", "--cluster", "laptop", "--pin"]) == 2
+    require_message(capsys.readouterr().err, "--pin", rule="--cluster")
 
 
 def test_nothing_is_chosen_for_processors() -> None:
