@@ -113,6 +113,7 @@ class Copies(Observer):
         self._end()
 
     def _copy_last(self, *, only_if: bool) -> None:
+        self.loop.saver.wait()  # whose thread uses the group too
         step = self.loop.progress.step
         is_missing = False
         if self.loop.world.is_first and only_if:
