@@ -24,6 +24,28 @@ _ORDER = (
 FAMILIES: dict[str, Family] = {family.name: family for family in _ORDER}
 """By `model_type`; the first that has the form of a recipe is used."""
 
+_AFTER = "norms after attention and MLP"
+_ALL_HEADS = "norms of all heads of queries and keys together"
+_BY_KIND = "rotation by kind of layer"
+_DELTA = "layers of gated DeltaNet"
+LACKING = {
+    "gemma2": f"{_AFTER}, soft-capping",
+    "gemma3_text": f"{_AFTER}, {_BY_KIND}",
+    "olmo2": f"{_AFTER}, {_ALL_HEADS}",
+    "olmo3": f"{_AFTER}, {_ALL_HEADS}, {_BY_KIND}",
+    "glm4": _AFTER,
+    "minimax_m2": _ALL_HEADS,
+    "granite": "multiplier of the residual stream",
+    "granitemoehybrid": "layers of Mamba-2, multiplier of the residual stream",
+    "nemotron_h": "layers of Mamba-2",
+    "qwen3_next": _DELTA,
+    "qwen3_5_text": _DELTA,
+    "ernie4_5_moe": "bias of experts beside softmax scores",
+    "ministral3": "scaling of queries by their position",
+    "deepseek_v32": "sparse attention",
+}
+"""What keeps some well-known types of models out."""
+
 
 def family_of(model: Model, name: str | None = None) -> Family:
     """The family with the form of a model.
@@ -62,6 +84,13 @@ def family_named(model_type: object, where: str) -> Family:
         UserError: it is not supported.
     """
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if isinstance(model_type, str) and (lacking := LACKING.get(model_type)):
+        raise UserError(
+            f"unsupported model_type {model_type!r}",
+            where=where,
+            rule=f"recipes have no {lacking}",
+            fix=f"use a model of one of {', '.join(FAMILIES)}",
+        )
     if family is None:
         raise UserError(
             "model_type is missing" if model_type is None else f"unsupported model_type {model_type!r}",

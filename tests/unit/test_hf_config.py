@@ -19,7 +19,7 @@ from llmrecipes.engine.core.model.gpt import build
 from llmrecipes.engine.core.platform import select
 from llmrecipes.errors import UserError
 from llmrecipes.hf import completion
-from llmrecipes.hf.family import FAMILIES, config_of
+from llmrecipes.hf.family import FAMILIES, LACKING, config_of, family_named
 from llmrecipes.hf.match import section_of, validated
 from llmrecipes.hf.reading import CONFIG
 from llmrecipes.hf.table import NEUTRAL, resolved
@@ -315,3 +315,14 @@ def test_a_process_without_torch_completes_every_config_as_this_one_does(monkeyp
     finally:
         beside.__exit__(None, None, None)
     assert completion._begun == []
+
+
+def test_well_known_types_are_refused_with_the_layers_that_they_need() -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    assert LACKING.keys() <= CONFIG_MAPPING_NAMES.keys()
+    assert not LACKING.keys() & FAMILIES.keys()
+    for kind, layers in LACKING.items():
+        with refused("config.json", rule=kind) as caught:
+            family_named(kind, "config.json")
+        assert layers in caught.value.rule
