@@ -31,7 +31,7 @@ CODE_BUDGET = {
     "files": 50,
     "foreign": 1634,
     "hardware": 1102,
-    "hf": 2360,
+    "hf": 2445,
     "launch": 3201,
     "models": 4120,
     "plan": 5470,

@@ -48,15 +48,16 @@ def shown(tensors: Mapping[str, Held], path: Path) -> dict[str, Held]:
             or (blocks.dtype, scales.dtype) != ("U8", "U8")
             or (len(blocks.shape), blocks.shape) != (4, (*scales.shape, GROUP // 2))
         ):
-            shape = list(scales.shape) if scales else "missing"
+            other = list(scales.shape) if scales else "missing"
             raise UserError(
-                f"{name} {list(blocks.shape)} and its {SCALES} {shape} do not fit",
+                f"{name} {list(blocks.shape)} and its {SCALES} {other} do not fit",
                 where=str(path),
                 rule=f"blocks are bytes [expert, out, in / {GROUP}, {GROUP // 2}], with a scale for the last",
                 fix="download the complete model again",
             )
         experts, rows, groups, _ = blocks.shape
-        found[whole] = replace(blocks, dtype="BF16", shape=(experts, groups * GROUP, rows), scales=scales.file)
+        shape = (experts, groups * GROUP, rows)
+        found[whole] = replace(blocks, dtype="BF16", shape=shape, scales=scales.file, unpack=read)
     return found
 
 

@@ -16,13 +16,14 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from llmrecipes import untrusted
 from llmrecipes.data.folder.checked import hashes
 from llmrecipes.errors import UserError
-from llmrecipes.hf import mxfp4
+from llmrecipes.hf import fp8_blocks, mxfp4
 
 PATTERNS = ("*.safetensors", "*.json", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt", "*.jinja")
 """Files that are fetched: no code, no pickles."""
@@ -137,7 +138,9 @@ class Held:
     """Its name in safetensors."""
     shape: tuple[int, ...]
     scales: Path | None = None
-    """File with its scales, if its elements have 4 bits and are shown as they are read: see `hf.mxfp4`."""
+    """File with its scales, if it is quantised and shown as it is read: see `hf.mxfp4` and `hf.fp8_blocks`."""
+    unpack: Callable[..., Any] | None = None
+    """Reads a part of it then."""
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -206,6 +209,9 @@ def further_layers(names: Iterable[str], layers: int) -> dict[str, int]:
     return {name: number for name, number in numbers.items() if number >= layers}
 
 
+Form = Callable[[Mapping[str, Held], Path], dict[str, Held]]
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""Types of models that are others under another name."""
 COMPRESSED = "compressed-tensors"
 """`quant_method` of what `llmrecipes quantize` writes."""
 
@@ -221,7 +227,7 @@ def open_folder(path: Path, quantised: str | None = None) -> Folder:
         UserError: no folder, no config.json, weights that are missing, corrupt, pickled or quantised, or files outside
             of the folder.
     """
-    config = read_config(path, quantised)
+    config, form = _read_config(path, quantised)
     files = _weight_files(path)
     tensors: dict[str, Held] = {}
     for file, names in files.items():
@@ -232,7 +238,7 @@ def open_folder(path: Path, quantised: str | None = None) -> Folder:
             tensors[name] = header[name]
     if not tensors:
         raise _broken(path / next(iter(files)), "no tensors", "")
-    return Folder(path, config, mxfp4.shown(tensors, path) if config.get("model_type") in mxfp4.FAMILIES else tensors)
+    return Folder(path, config, tensors if form is None else form(tensors, path))
 
 
 def read_config(path: Path, quantised: str | None = None) -> dict[str, Any]:
@@ -240,12 +246,17 @@ def read_config(path: Path, quantised: str | None = None) -> dict[str, Any]:
 
     Args:
         path: the folder.
-        quantised: a `quant_method` that is accepted; None: only weights as they are, and those of `hf.mxfp4`, whose
-            `quantization_config` is left out.
+        quantised: a `quant_method` that is accepted; None: only weights as they are, and those that are dequantised as
+            they are read, whose `quantization_config` is left out.
 
     Raises:
         UserError: no folder, no such file, not a JSON object, or the weights are quantised in another way.
     """
+    return _read_config(path, quantised)[0]
+
+
+def _read_config(path: Path, quantised: str | None) -> tuple[dict[str, Any], Form | None]:
+    """config.json, and how its quantised tensors are shown."""
     if not path.is_dir():
         raise UserError(
             "no such folder", where=str(path), rule="a model is a folder with config.json and model.safetensors"
@@ -258,13 +269,15 @@ def read_config(path: Path, quantised: str | None = None) -> dict[str, Any]:
             fix=_adapter_fix(path),
         )
     config = read_json(path, CONFIG)
+    if isinstance(kind := config.get("model_type"), str):
+        config["model_type"] = ALIASES.get(kind, kind)
     section = config.get("quantization_config")
     if section is None:
-        return config
+        return config, None
     method = section.get("quant_method", "unnamed") if isinstance(section, dict) else section
-    if quantised is None and method == mxfp4.METHOD and config.get("model_type") in mxfp4.FAMILIES:
+    if quantised is None and (form := _form(method, section, config.get("model_type"))) is not None:
         del config["quantization_config"]
-        return config
+        return config, form
     if quantised is None:
         raise UserError(
             f"quantised weights: quantization_config has {str(method)[:40]!r}",
@@ -279,7 +292,16 @@ def read_config(path: Path, quantised: str | None = None) -> dict[str, Any]:
             rule=f"quantised weights must be {quantised}, as llmrecipes quantize writes them",
             fix="use the original weights",
         )
-    return config
+    return config, None
+
+
+def _form(method: Any, section: Any, model_type: Any) -> Form | None:
+    """How quantised tensors are shown, if they can be dequantised as they are read."""
+    if method == mxfp4.METHOD and model_type in mxfp4.FAMILIES:
+        return mxfp4.shown
+    if method == fp8_blocks.METHOD and (block := fp8_blocks.blocks(section)) is not None:
+        return partial(fp8_blocks.shown, block=block)
+    return None
 
 
 def runs_code(path: Path) -> str | None:

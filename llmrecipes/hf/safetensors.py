@@ -80,7 +80,7 @@ class SafetensorsFolder:
         for name, held in folder.tensors.items():
             if held.scales is not None:
                 raise UserError(
-                    f"{name} has 4 bits (mxfp4)",
+                    f"{name} is quantised",
                     where=str(held.file),
                     rule="only an import and train.pretrained read them",
                     fix="llmrecipes import, then llmrecipes export --to hf",

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 
 from llmrecipes.errors import UserError
-from llmrecipes.hf import mxfp4
 from llmrecipes.hf.match import require_same, section_of
 from llmrecipes.hf.reading import CONFIG, FLOATS, SHOWN, Folder, further_layers, open_folder, read_config, wrong_types
 from llmrecipes.hf.safetensors import TensorSource
@@ -132,7 +131,10 @@ class FolderWeights:
 
     def _part(self, name: str, place: tuple[slice, ...]) -> torch.Tensor:
         held = self._folder.tensors[name]
-        return self._read(held.file, name, place) if held.scales is None else mxfp4.read(name, held, self._read, place)
+        if held.unpack is None:
+            return self._read(held.file, name, place)
+        unpacked: torch.Tensor = held.unpack(name, held, self._read, place)
+        return unpacked
 
     def _read(self, path: Path, name: str, place: tuple[slice, ...]) -> torch.Tensor:
         values: torch.Tensor = self._file(path).get_slice(name)[place]
