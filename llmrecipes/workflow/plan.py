@@ -92,8 +92,7 @@ def plan_on(recipe: Recipe, *, nproc: int | None, cluster: str | None, nodes: in
         nodes: nodes of the cluster; None: the fewest that fit the ranks.
 
     Raises:
-        UserError: no such profile, a layout that does not divide the ranks, or none to choose. A plan that does not fit
-            raises nothing.
+        UserError: no such profile, or a layout that does not divide the ranks. A plan that does not fit raises nothing.
     """
     machine = planned(cluster, nodes, nproc or least_ranks(recipe))
     ranks = default_world_size(recipe, machine) if nproc is None else nproc

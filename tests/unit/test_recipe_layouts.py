@@ -14,6 +14,7 @@ from llmrecipes.files import recipes_dir
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.machine import machine, planned
+from llmrecipes.plan.check import check_run
 from llmrecipes.plan.derive import LEAST_HEADROOM, Plan, derive
 from llmrecipes.plan.speed.choice import ALIKE, choose
 from llmrecipes.plan.speed.search import fastest
@@ -181,6 +182,19 @@ def test_auto_is_the_default_and_chooses_what_the_file_does_not_set(tmp_path: Pa
     assert plan.recipe.layout.name is None, "so that no rank chooses again"
     alone, _ = plan_on(load("gpt-125m").recipe, nproc=8, cluster=H100, nodes=1)
     assert alone.recipe.layout.micro_batch_size == 32, "a small model has large micro-batches"
+
+
+def test_where_nothing_fits_the_plan_says_why() -> None:
+    for name, nproc, where, key in (
+        ("gpt-tiny-3d", 2, "layout", "tensor_model_parallel_size 2"),
+        ("gpt-tiny-minitron", 8, "train.global_batch_size", "micro_batch_size 8"),
+    ):
+        with refused(where, rule=key):
+            plan_on(load(name).recipe, nproc=nproc, cluster=H100, nodes=1)
+    small, site = plan_on(load("llama3-8b").recipe, nproc=1, cluster="rtx-4090", nodes=1)
+    assert not small.fits
+    with refused("recipe llama3-8b", rule="RECIPE=llama3-8b"):
+        check_run(small, site)
 
 
 def test_where_nothing_can_be_compared_the_defaults_stay(caplog: pytest.LogCaptureFixture) -> None:

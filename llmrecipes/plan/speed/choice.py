@@ -81,10 +81,11 @@ def choose(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None
 
     Returns:
         None: the recipe names another layout, sets everything, or runs on processors. Unless it asks for auto, also
-        with stages or `train.elastic`, and on GPUs of which nothing is known: the keys have their defaults.
+        with stages or `train.elastic`, on GPUs of which nothing is known, and where no layout fits: the keys have their
+        defaults.
 
     Raises:
-        UserError: no layout fits; or the recipe asks for one with stages, or where nothing is known of the GPU's speed.
+        UserError: the recipe asks for auto, and has stages, or no layout fits, or nothing is known of the GPU's speed.
     """
     if not undecided(recipe) or not cluster.gpus:
         return None
@@ -108,6 +109,10 @@ def choose(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None
             raise
         logger.warning("note: no layout was chosen: %s; degrees and micro-batch have their defaults", error.what)
         return None
+    except UserError:
+        if asked:
+            raise
+        return None  # the plan says what does not divide or fit
 
 
 def _choice(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None) -> Choice:
