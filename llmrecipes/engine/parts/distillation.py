@@ -366,7 +366,7 @@ class _ComparedLosses(torch.autograd.Function):
         divided = student[:, :own] / distill.temperature
         taught = teacher[:, :own].float() / distill.temperature
         if distill.top_k is not None:
-            taught = taught.masked_fill(taught < _threshold(taught, distill.top_k, how), -torch.inf)
+            taught.masked_fill_(taught < _threshold(taught, distill.top_k, how), -torch.inf)
         # A rank without a token adds nothing to a sum over tokens.
         sums = how.gathered(torch.stack([_log_sum(student), _log_sum(divided), _log_sum(taught)])).logsumexp(0)
         total, of_student, of_teacher = sums[..., None]
@@ -375,8 +375,8 @@ class _ComparedLosses(torch.autograd.Function):
             p = divided.sub_(of_student)
             q = taught.sub_(of_teacher)
             shares = q.exp()
-            # A token without a share adds nothing: 0 × log 0 is 0.
-            distance = q.sub_(p).masked_fill_(shares == 0, 0.0).mul_(shares).sum(-1) * distill.temperature**2
+            # A token without a share adds nothing, if its logarithm is finite; a mask would be a byte for each logit.
+            distance = q.sub_(p).clamp_min_(torch.finfo(q.dtype).min).mul_(shares).sum(-1) * distill.temperature**2
             difference = p.exp_().sub_(shares).mul_(distill.temperature)
             del q, shares
         else:
