@@ -188,18 +188,67 @@ class PerToken:
         """Moments of a layer: what of its activations is freed, and gradients besides the residual stream's."""
         s, element, tensor = self.shape, self.element, self.layout.tensor_model_parallel_size
         gathered = self.gathered
-        if experts:
-            yield 0.0, gathered + self._combined
-            yield self._in_an_expert[0], gathered + self._in_an_expert[1]
+        if not self.recipe.model.multi_latent_attention:
+            # The first product of attention, by which all but its input is freed.
+            width = (s.query_size + s.key_size + s.value_size) / tensor
+            layer = self.expert_layer if experts else self.dense_layer
+            gradients = self.edge + 2 * gathered + element * width + self._of_weight(width)
+            yield layer - self.norm - self._edge_as_input, gradients
+        if not experts:
+            yield from self._in_dense_mlp(self._dense_inner, s.ffn_hidden_size / tensor)
             return
-        width = s.ffn_hidden_size / tensor
-        # In the second product the gradients of its input and weight.
-        weight = element * width * s.hidden_size / tokens_of_a_micro_batch(self.recipe, self.layout)
-        yield 0.0, 2 * gathered + element * width + weight * (self.recipe.lora is None)
-        if self.recipe.model.gated_linear_unit:
-            # Of the first product's two halves, beside that of the second's input, which is freed.
+        yield 0.0, gathered + self._combined
+        yield self._in_an_expert[0], gathered + self._in_an_expert[1]
+        *_, hidden, shared = self._expert_parts
+        # Of one expert after the other.
+        number = s.num_moe_experts / self.layout.expert_model_parallel_size
+        visits = self._visits / number
+        width = s.moe_ffn_hidden_size / self.layout.expert_tensor_parallel_size
+        there = gathered + self.edge + self._results
+        of_input = visits * element * s.hidden_size
+        yield from self._products(hidden / number, visits * s.moe_ffn_hidden_size, width, there, of_input)
+        if s.moe_shared_ffn_hidden_size:
+            width = s.moe_shared_ffn_hidden_size / tensor
+            yield from self._products(shared, width, width, 2 * gathered + self._results, self.edge)
+
+    def _in_dense_mlp(self, inside: float, width: float) -> Iterator[tuple[float, float]]:
+        lora, values = self.recipe.lora, self.element * width
+        yield from self._products(inside, width, width, 2 * self.gathered, self.edge)
+        if self.recipe.model.gated_linear_unit or (lora is not None and is_target(lora, "linear_fc2")):
+            # Beside the gradient of the second product's input, which is freed, those of the first product's halves; or
+            # that of the second product's adapter, and their sum.
             freed = self._input * keeps_input(self.recipe, "linear_fc2") * width
-            yield freed, gathered + 3 * element * width
+            yield freed, self.gathered + 3 * values
+        if lora is not None and is_target(lora, "linear_fc1"):
+            # In the forward pass the results of the first product and of its adapter, and their sum, which is kept.
+            yield inside - self._halves * values, 2 * self._halves * values
+
+    def _products(
+        self, inside: float, values: float, width: float, there: float, of_input: float
+    ) -> Iterator[tuple[float, float]]:
+        """Moments of the backward pass of an MLP, in each of which a product has the gradients of its input and weight.
+
+        Args:
+            inside: bytes that are kept inside the MLP, and freed with the second product.
+            values: of the second product's input, for each token of the layer.
+            width: of its weight on this rank.
+            there: bytes of other gradients.
+            of_input: bytes of the gradient of the first product's input.
+        """
+        weight = self._of_weight(width)
+        yield 0.0, there + self.element * values + weight
+        yield inside, there + of_input + self._halves * (self.element * values + weight)
+
+    @property
+    def _halves(self) -> int:
+        """Widths of an MLP's first product: a gate adds its own."""
+        return 2 if self.recipe.model.gated_linear_unit else 1
+
+    def _of_weight(self, width: float) -> float:
+        """The gradient of a weight between the hidden states and so many channels, for each token."""
+        if self.recipe.lora is not None:
+            return 0.0
+        return self.element * width * self.shape.hidden_size / tokens_of_a_micro_batch(self.recipe, self.layout)
 
     @property
     def gathered(self) -> float:
@@ -231,11 +280,19 @@ class PerToken:
         """In the backward pass: gradients of the layer's result and of those of all experts, and in one of them those
         of its activation."""
         s, element, layout = self.shape, self.element, self.layout
-        visits = self.recipe.model.moe_router_topk / self._sequence_ranks
-        rows = visits * layout.expert_model_parallel_size / s.num_moe_experts * s.moe_ffn_hidden_size
+        rows = self._visits * layout.expert_model_parallel_size / s.num_moe_experts * s.moe_ffn_hidden_size
         scored = 3 * element if self._fused and self.recipe.model.gated_linear_unit else 8 + (6 if element == 2 else 4)
-        results = visits * layout.expert_tensor_parallel_size * element * s.hidden_size
-        return rows * self._input, self.edge + results + rows * scored
+        return rows * self._input, self.edge + self._results + rows * scored
+
+    @property
+    def _visits(self) -> float:
+        """Tokens that experts have for each token of a rank."""
+        return self.recipe.model.moe_router_topk / self._sequence_ranks
+
+    @property
+    def _results(self) -> float:
+        """Gradients of the results of all experts of a rank."""
+        return self._visits * self.layout.expert_tensor_parallel_size * self.element * self.shape.hidden_size
 
     def inside(self, *, experts: bool) -> float:
         """What is kept inside the MLP or the experts."""

@@ -12,13 +12,13 @@ from llmrecipes.plan.kernels import own_layers
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.losses import tokens_of_a_micro_batch
 from llmrecipes.plan.muon import update_bytes
-from llmrecipes.plan.parameters import count_on_rank, count_vectors, largest_gathered, vectors_on_rank
+from llmrecipes.plan.parameters import RankParameters, count_on_rank, count_vectors, largest_gathered, vectors_on_rank
 from llmrecipes.plan.peak import peak
 from llmrecipes.plan.sharding import States, sharded
 from llmrecipes.recipe.derived.shape import Shape, shape
 from llmrecipes.recipe.derived.stage_layout import layer_places, layers_per_stage
 from llmrecipes.recipe.derived.weight_names import weights
-from llmrecipes.recipe.engines import ENGINES, engine_name
+from llmrecipes.recipe.engines import ENGINES, MEGATRON, engine_name
 from llmrecipes.recipe.rules.distill_rules import has_teacher, section, teacher_recipe
 from llmrecipes.recipe.rules.optimizer_kinds import matrix_bytes, other_bytes
 from llmrecipes.recipe.rules.preference_rules import has_reference, has_second_model
@@ -56,8 +56,8 @@ class Memory:
     without a model; `buffers` are those in which ZeRO gathers weights and reduces gradients, TransformerEngine's user
     buffers, and what recorded layers take and return (`layout.cuda_graph_impl`); `teacher` are the weights of a teacher
     (`distill`) or of a reference (`dpo`), and what is kept of its passes; `movements` are those of embeddings, and
-    their gradients (`train.adversarial`); `update` is what an update of Muon takes beyond all of a pass, which is freed
-    by then.
+    their gradients (`train.adversarial`); `update` is what an update takes beyond all of a pass, which is freed by
+    then.
     """
 
     weights: int
@@ -157,6 +157,7 @@ def differing_stages(recipe: Recipe, s: Shape, layout: Layout) -> Iterator[int]:
 def of_stage(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage: int, device: str) -> Memory:
     """Estimate the memory of a rank of one pipeline stage; `device` is `cuda` or `cpu`."""
     states, host = _states(recipe, s, layout, stage, device)
+    copied = _copied_gradients(recipe, _trained(recipe, s, layout, stage, device), layout)
     moment = peak(recipe, s, layout, num_microbatches, stage, device)
     if device == "cuda":
         groups = len(communicators(recipe, s, layout))
@@ -187,7 +188,7 @@ def of_stage(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, st
         ),
         teacher=teacher_bytes(recipe, layout, num_microbatches, stage, device),
         movements=movements(recipe, s, layout, num_microbatches) if stage == 0 else 0,
-        update=max(0, update_bytes(recipe, s, layout, device) - moment.total),
+        update=max(0, update_bytes(recipe, s, layout, device) + copied - moment.total),
         host=host.total,
     )
 
@@ -327,13 +328,9 @@ def communicators(recipe: Recipe, s: Shape, layout: Layout) -> dict[str, int]:
 def _states(recipe: Recipe, s: Shape, layout: Layout, stage: int, device: str) -> tuple[States, States]:
     """Model states of a rank on its device, and in host memory."""
     zero = recipe.layout.zero
-    n = count_on_rank(recipe.model, s, layout, stage, device, local=own_layers(recipe, device))
-    trained = parameters.count_trained_on_rank(recipe, s, layout, stage, device, local=own_layers(recipe, device))
-    frozen = n.total - trained.total
-    n = trained
-    if recipe.lora is not None:
-        frozen = frozen + n.total
-        n = parameters.count_adapters_on_rank(recipe.lora, recipe.model, s, layout, stage)
+    n = _trained(recipe, s, layout, stage, device)
+    frozen = count_on_rank(recipe.model, s, layout, stage, device, local=own_layers(recipe, device)).total
+    frozen -= n.total if recipe.lora is None else 0
     if zero is not None and zero.stage >= 1 and ENGINES[engine_name(recipe)].all_of_zero:
         share = ceil(n.dense / layout.data_parallel_size) + ceil(n.experts / layout.expert_data_parallel_size)
         layer = largest_gathered(recipe.model, s, layout)
@@ -344,12 +341,7 @@ def _states(recipe: Recipe, s: Shape, layout: Layout, stage: int, device: str) -
     state = matrix_bytes(recipe.optimizer) + 4 * half + (4 if recipe.optimizer.ema_decay is not None else 0)
     if recipe.tracking.layers_interval is not None:
         state += 4  # the weights before the update that is measured
-    if recipe.layout.use_distributed_optimizer:
-        # Dense parameters are replicated on all data- and context-parallel ranks, experts only on some of them.
-        dense_ranks = layout.data_parallel_size * layout.context_parallel_size
-        optimizer = state * n.dense // dense_ranks + state * n.experts // layout.expert_data_parallel_size
-    else:
-        optimizer = state * n.total
+    optimizer = _of_own(recipe, n, layout, state)
     if more := other_bytes(recipe.optimizer) - matrix_bytes(recipe.optimizer):
         optimizer += more * vectors_on_rank(recipe.model, s, layout, stage)
     reduced = 4 if recipe.train.grad_reduce_in_fp32 or not half else element
@@ -359,6 +351,31 @@ def _states(recipe: Recipe, s: Shape, layout: Layout, stage: int, device: str) -
     if recipe.qat is not None:
         weights += element * parameters.count_rounded_on_rank(recipe, s, layout, stage)
     return States(weights=weights, gradients=reduced * n.total, optimizer=optimizer), States()
+
+
+def _trained(recipe: Recipe, s: Shape, layout: Layout, stage: int, device: str) -> RankParameters:
+    """Parameters of a rank that are trained."""
+    if recipe.lora is not None:
+        return parameters.count_adapters_on_rank(recipe.lora, recipe.model, s, layout, stage)
+    return parameters.count_trained_on_rank(recipe, s, layout, stage, device, local=own_layers(recipe, device))
+
+
+def _of_own(recipe: Recipe, n: RankParameters, layout: Layout, size: int) -> int:
+    """Bytes of what a rank of megatron-core's optimizer has of the parameters that it updates, `size` of each."""
+    if not recipe.layout.use_distributed_optimizer:
+        return size * n.total
+    # Dense parameters are replicated on all data- and context-parallel ranks, experts only on some of them.
+    dense_ranks = layout.data_parallel_size * layout.context_parallel_size
+    return size * n.dense // dense_ranks + size * n.experts // layout.expert_data_parallel_size
+
+
+def _copied_gradients(recipe: Recipe, n: RankParameters, layout: Layout) -> int:
+    """Bytes of the copies in fp32 of gradients in 16 bits, from which megatron-core updates master weights."""
+    train = recipe.train
+    in_fp32 = train.precision == "fp32" or train.grad_reduce_in_fp32
+    if in_fp32 or recipe.optimizer.use_precision_aware_optimizer or engine_name(recipe) != MEGATRON:
+        return 0
+    return _of_own(recipe, n, layout, 4)
 
 
 _FP8_COPIES = 2 * (1 + 1 / 32)

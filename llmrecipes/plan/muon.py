@@ -15,22 +15,31 @@ from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.parameters import layers_of
 from llmrecipes.recipe.derived.adapters import Matrix, matrices
 from llmrecipes.recipe.derived.shape import Shape
+from llmrecipes.recipe.rules.optimizer_kinds import OF_MATRICES
 from llmrecipes.recipe.schema import Recipe
 
 _FP32 = 4
 
 
 def update_bytes(recipe: Recipe, s: Shape, layout: Layout, device: str) -> int:
-    """Most bytes that a rank takes for its update, besides model states; 0 with other optimizers."""
-    if recipe.optimizer.optimizer != "muon":
+    """Most bytes that a rank takes for its update, besides model states and copies of gradients; 0 with optimizers that
+    compute in place.
+
+    Lion interpolates a copy of a matrix' momentum and takes its signs (scalar_optimizers/lion.py).
+    """
+    kind = recipe.optimizer.optimizer
+    if kind not in OF_MATRICES:
         return 0
     most = 0
     for experts in {s.moe_layers(number, number + 1) > 0 for number in range(s.num_layers)}:
         # The order of megatron-core's modules. The result for a matrix is kept until the next one has its own.
         ordered = sorted(matrices(recipe.model, s, experts=experts), key=lambda matrix: matrix.name != "linear_proj")
         for previous, matrix in zip([ordered[-1], *ordered], ordered, strict=False):
-            kept = _FP32 * previous.width * previous.height // _ranks(recipe, layout, previous, device)
-            most = max(most, kept + _of_matrix(recipe, s, matrix, _ranks(recipe, layout, matrix, device)))
+            kept, mine = (
+                _FP32 * each.width * each.height // _ranks(recipe, layout, each, device) for each in (previous, matrix)
+            )
+            own = 2 * mine if kind == "lion" else _of_matrix(recipe, s, matrix, _ranks(recipe, layout, matrix, device))
+            most = max(most, kept + own)
     return most
 
 

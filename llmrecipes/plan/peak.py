@@ -9,7 +9,9 @@ from llmrecipes.plan import losses
 from llmrecipes.plan.activations import PerToken
 from llmrecipes.plan.kernels import mask_per_token
 from llmrecipes.plan.layout import Layout
+from llmrecipes.plan.parameters import WORDS
 from llmrecipes.plan.pending import fullest
+from llmrecipes.recipe.derived.freezing import frozen
 from llmrecipes.recipe.derived.shape import Shape
 from llmrecipes.recipe.schema import Recipe
 
@@ -97,6 +99,9 @@ def _moments(
     tables = len(chunks) * per.tables
     # Predictions gather two inputs, joined, in the buffer that is kept for gathered tokens.
     wider = per.gathered * (s.mtp_num_layers > 0)
+    words = per.element * s.vocab_size * s.hidden_size // layout.tensor_model_parallel_size
+    waiting = words * _waits_for_words(recipe, layout)
+    of_predictions = waiting * recipe.model.share_embeddings_and_output_weights
     moments = fullest(
         layout.pipeline_model_parallel_size,
         layout.virtual_pipeline_model_parallel_size,
@@ -110,20 +115,19 @@ def _moments(
         stack = tables + sum(each.kept * number for each, number in zip(chunks, pending, strict=True))
         held = sum(number for number, none in zip(inputs, without, strict=True) if not none)
         passing = sum(inputs) - held + sum(number for number, none in zip(pending, without, strict=True) if none)
-        # Gradients of inputs that are held; of several chunks the output or gradient that was sent last.
-        messages = passing + sent + (len(chunks) > 1)
-        outputs = int(tokens * (messages * per.edge + wider * last))
+        outputs = int(tokens * ((passing + sent) * per.edge + wider * last))
         # The previous micro-batch's input of a single chunk is released before the backward pass.
         yield Peak(int(tokens * (stack + held * per.edge)), outputs=outputs)
         stack_then = stack + (held * per.edge if len(chunks) > 1 else 0)
-        yield Peak(int(tokens * (stack_then + chunks[turn].again)), outputs=outputs)
+        yield Peak(int(tokens * (stack_then + chunks[turn].again)), outputs=outputs, gradients=waiting)
         more, gradients = chunks[turn].in_layer
-        yield Peak(int(tokens * (stack_then + more)), outputs=outputs, gradients=int(tokens * gradients))
+        there = waiting + int(tokens * gradients)
+        yield Peak(int(tokens * (stack_then + more)), outputs=outputs, gradients=there)
         if stage == turn == 0 and recipe.lora is None:
-            # After its layers, the gradient of the word embedding, from that of the hidden states of all ranks.
-            words = per.element * s.vocab_size * s.hidden_size // layout.tensor_model_parallel_size
-            words += int(tokens * (per.edge + 2 * per.gathered))
-            yield Peak(int(tokens * (stack_then - chunks[0].kept)), outputs=outputs, gradients=words)
+            # After its layers, the gradient of the word embedding, from that of the hidden states of all ranks, and its
+            # sum with the one that has waited.
+            there = 2 * waiting + words + int(tokens * (per.edge + 2 * per.gathered))
+            yield Peak(int(tokens * (stack_then - chunks[0].kept)), outputs=outputs, gradients=there)
         if last and turn == len(chunks) - 1:
             end, freed = stack + held * per.edge + ends, of_losses * (not s.mtp_num_layers)
             buffer = int(tokens * per.gathered_tokens) if any(layout.layers_per_stage[stage]) else 0
@@ -135,9 +139,19 @@ def _moments(
                 yield Peak(int(tokens * (end - freed)), prediction[1], prediction[0], outputs, buffer)
             # The losses have been differentiated by then: they were computed after the layers.
             end -= of_losses
-            yield Peak(int(tokens * (end + prediction_layers.again)), outputs=outputs)
+            again = int(tokens * (end + prediction_layers.again))
+            yield Peak(again, outputs=outputs, gradients=of_predictions)
             more, gradients = prediction_layers.in_layer
-            yield Peak(int(tokens * (end + more)), outputs=outputs, gradients=int(tokens * gradients))
+            there = of_predictions + int(tokens * gradients)
+            yield Peak(int(tokens * (end + more)), outputs=outputs, gradients=there)
+
+
+def _waits_for_words(recipe: Recipe, layout: Layout) -> bool:
+    """Whether the gradient of the word embedding from the output layer, or from multi-token prediction, waits through
+    the backward pass of all layers for the one from the embedding itself."""
+    twice = recipe.model.share_embeddings_and_output_weights or bool(recipe.model.mtp_num_layers)
+    trained = recipe.lora is None and WORDS not in frozen(recipe)
+    return twice and trained and layout.pipeline_model_parallel_size == 1
 
 
 def _chunk(recipe: Recipe, per: PerToken, numbers: range, *, last: bool) -> _Chunk:

@@ -8,8 +8,8 @@ from functools import lru_cache
 from llmrecipes.plan.layout import Layout
 
 Moment = tuple[tuple[int, ...], int, tuple[int, ...], int]
-"""Pending forward passes of each chunk, the chunk of the next backward pass, inputs of each chunk that are held,
-and how many of these have a gradient."""
+"""Pending forward passes of each chunk, the chunk of the next backward pass, inputs of each chunk that are held, and
+how many gradients of inputs and outputs of other chunks there are besides."""
 
 
 @lru_cache(maxsize=4096)
@@ -40,6 +40,8 @@ def _pending(
     Also the inputs that are there besides: that of the last backward pass, which megatron-core's 1F1B schedule and
     layers with experts hold until there is another one; with several chunks, the first that is received after the
     warm-up, the last of each chunk until it gets another one, and that of the next forward pass, which is there early.
+    Inputs that are held have their gradients. With several chunks, a backward pass begins before what the forward pass
+    beside it has computed is sent, and while the gradient that was sent last is there.
 
     Chunks take turns in groups of as many micro-batches as there are stages (arXiv 2104.04473, figure 4).
     """
@@ -64,7 +66,12 @@ def _pending(
         chunk = chunks - 1 - chunk
         received = [each for each in held if stage > 0 or each[0] > 0]
         inputs = [sum(each == other for other, _ in received) for each in range(chunks)]
-        yield tuple(pending), chunk, tuple(inputs), len({*received} & {*done})
+        gradients = {*received} & {*done}
+        output = False
+        if chunks > 1:
+            gradients |= {each for each in done[-1:] if stage > 0 or each[0] > 0}
+            output = forward < passes and (stage < stages - 1 or forward // stages % chunks < chunks - 1)
+        yield tuple(pending), chunk, tuple(inputs), len(gradients) + output
         pending[chunk] -= 1
         done.append((chunk, micro_batch))
 

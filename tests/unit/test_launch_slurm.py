@@ -340,10 +340,10 @@ def test_a_dry_run_ends_with_what_the_job_gets_and_needs(
     assert "prepare-%j.out" in told.out and "tokenize" in told.err and "516 s" in told.err
     for what in (
         "64 × NVIDIA H100",
-        "77.9 GiB of 79.1 GiB",
+        "78.0 GiB of 79.1 GiB",
         "8:00:00",
         "meta-llama/Meta-Llama-3-70B",
-        "headroom is 1.5%",
+        "headroom is 1.4%",
     ):
         assert what in told.err
     assert cli.run([*asked, "--sbatch=--partition=big", "--json"]) == 0
