@@ -34,7 +34,7 @@ CODE_BUDGET = {
     "hf": 2445,
     "launch": 3201,
     "models": 4120,
-    "plan": 5530,
+    "plan": 5535,
     "recipe": 8931,
     "report": 1824,
     "scaling": 400,
@@ -42,7 +42,7 @@ CODE_BUDGET = {
     "tracking": 2539,
     "train": 3247,
     "verify": 650,
-    "workflow": 3697,
+    "workflow": 3735,
 }
 """Most lines of code of each package; `.` are the modules beside the packages. Whoever needs more removes something, or
 raises the number and says in the commit why."""

@@ -73,6 +73,11 @@ def family_of(model: Model, name: str | None = None) -> Family:
     raise _refused(f"no matching transformers architecture; the nearest is {nearest}", "", problems[nearest])
 
 
+def families_of(model: Model) -> list[Family]:
+    """All families with the form of a model, in the order in which they are tried."""
+    return [family for family in FAMILIES.values() if not family.config_of(model)[1]]
+
+
 def family_named(model_type: object, where: str) -> Family:
     """The family of a config.json.
 

@@ -22,6 +22,7 @@ from llmrecipes.recipe.schema import Recipe
 from llmrecipes.rundir import Run
 from llmrecipes.tracking.events import Note
 from llmrecipes.tracking.status import StatusSink
+from llmrecipes.workflow.pretrained import IMPORTED
 from llmrecipes.workflow.run import on_one_rank
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from llmrecipes.engine.base import WeightSource
     from llmrecipes.tracking.progress import Counted
 
-IMPORTED = "imported.json"
 _LOCK = ".lock"
 
 

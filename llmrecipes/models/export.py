@@ -117,7 +117,7 @@ def export(
         bytes=written.bytes,
         shards=len(written.shards),
         largest_shard=written.largest_shard,
-        notes=notes,
+        notes=(*notes, *opened.notes),
         seconds=round(time.monotonic() - started, 3),
     )
 

@@ -48,7 +48,12 @@ class ExportOptions:
         ),
     ] = 5 * 10**9
     family: Annotated[
-        str | None, Option("Write this model_type of transformers; default: the first that fits.", metavar="NAME")
+        str | None,
+        Option(
+            "Write this model_type of transformers; default: that of the model that the run started from, else the "
+            "first that fits.",
+            metavar="NAME",
+        ),
     ] = None
     tokenizer: Annotated[bool, Option("Write the tokenizer too.")] = True
     averaged: Annotated[bool, Option("Write the moving average of the weights (`optimizer.ema_decay`).", "ema")] = False

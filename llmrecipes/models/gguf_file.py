@@ -106,7 +106,7 @@ def export_gguf(
     out = run / "gguf" / f"step-{entry.step:08d}{'-ema' if options.averaged else ''}" if out is None else out
     require_absent(out)
     require_merge(Run(run).recipe(), run, requested=options.merge_adapter)
-    opened = open_run(run, entry, options.family, averaged=options.averaged)
+    opened = open_run(run, entry, options.family, averaged=options.averaged, supported=FAMILIES)
     dtype = options.dtype or opened.recipe.train.precision
     if dtype not in TYPES and dtype not in K_TYPES:
         raise UserError(
@@ -139,7 +139,7 @@ def export_gguf(
         parameters=parameters,
         bytes=size,
         largest_difference=None,
-        notes=notes,
+        notes=(*notes, *opened.notes),
         seconds=round(time.monotonic() - started, 3),
     )
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.rundir import Run
-from llmrecipes.workflow.pretrained import base_folder
+from llmrecipes.workflow.pretrained import base_folder, entered_as
 
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import Entry
     from llmrecipes.hf.adapter import Merged
     from llmrecipes.hf.safetensors import TensorSource
     from llmrecipes.hf.table import Family
-    from llmrecipes.recipe.schema import Lora, Recipe
+    from llmrecipes.recipe.schema import Lora, Model, Recipe
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,13 @@ class OpenedRun(Opened):
         family: whose names and form the weights have.
         recipe: recipe of the run.
         entry: the checkpoint.
+        notes: how the family was chosen, if others fit and nobody named one.
     """
 
     family: Family
     recipe: Recipe
     entry: Entry
+    notes: tuple[str, ...] = ()
 
 
 def open_tensors(reference: str, runs_dir: Path, family: str | None = None) -> Opened:
@@ -54,7 +57,7 @@ def open_tensors(reference: str, runs_dir: Path, family: str | None = None) -> O
     Args:
         reference: `RUN`, `RUN@STEP`, or a folder with config.json and safetensors.
         runs_dir: where runs are kept.
-        family: `model_type` for a run; None: the first that has its form.
+        family: `model_type` for a run; None: that of the model that it started from, or the first that has its form.
 
     Raises:
         UserError: no such run, checkpoint or folder; it is corrupt; or a run's model has no form in
@@ -70,24 +73,51 @@ def open_tensors(reference: str, runs_dir: Path, family: str | None = None) -> O
     return open_run(run, entry, family)
 
 
-def open_run(run: Path, entry: Entry, family: str | None = None, *, averaged: bool = False) -> OpenedRun:
+def open_run(
+    run: Path,
+    entry: Entry,
+    family: str | None = None,
+    *,
+    averaged: bool = False,
+    supported: Collection[str] | None = None,
+) -> OpenedRun:
     """Open a checkpoint of a run; arguments and errors as `open_tensors`.
 
     Args:
         averaged: read the moving average of the weights.
+        supported: families of which that of the model that the run started from has to be one; None: any.
     """
     from llmrecipes.engine.backends import stored_weights
-    from llmrecipes.hf.family import config_of, family_of
+    from llmrecipes.hf.family import config_of
     from llmrecipes.hf.weights import AsHuggingFace
 
     recipe = Run(run).recipe_of(entry.step)
-    chosen = family_of(recipe.model, family)
+    chosen, notes = _family(run, recipe.model, family, supported)
     if recipe.lora is not None:
         weights: TensorSource = merged(run, entry, recipe, averaged=averaged)
     else:
         weights = stored_weights(recipe, entry, averaged=averaged)
     source = AsHuggingFace(weights, chosen, recipe.model)
-    return OpenedRun(source, config_of(chosen, recipe.model), run, chosen, recipe, entry)
+    return OpenedRun(source, config_of(chosen, recipe.model), run, chosen, recipe, entry, notes)
+
+
+def _family(
+    run: Path, model: Model, named: str | None, supported: Collection[str] | None
+) -> tuple[Family, tuple[str, ...]]:
+    """The family of a run's model, and what to say about it."""
+    from llmrecipes.hf.family import families_of, family_of
+
+    entered = entered_as(run)
+    fitting = {family.name: family for family in families_of(model)}
+    if named is None and entered in fitting and (supported is None or entered in supported):
+        return fitting[entered], ()
+    chosen = family_of(model, named)
+    others = [name for name in fitting if name != chosen.name]
+    if named is not None or (not others and entered in (None, chosen.name)):
+        return chosen, ()
+    why = "the first family that fits" if entered is None else f"not {entered}, as which the model entered"
+    fit = f"; --family {' or '.join(others)} fits too" if others else ""
+    return chosen, (f"written as {chosen.name}, {why}{fit}",)
 
 
 def find_checkpoint(reference: str, runs_dir: Path) -> tuple[Path, Entry]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RECORD = "pretrained.json"
+IMPORTED = "imported.json"
 TOKENIZER_FILE = "tokenizer.json"
 SEQ_LENGTH = 2048
 """Of the recipe of a published model, where the model allows it."""
@@ -44,11 +45,13 @@ class PretrainedRecord:
         pretrained: value of `train.pretrained`.
         pinned: the same with the commit, or as an absolute path.
         fingerprint: of its files (`hf.reading.fingerprint`); empty in a run without adapters, which needs them once.
+        model_type: of its config.json; empty in older records.
     """
 
     pretrained: str
     pinned: str
     fingerprint: str
+    model_type: str = ""
 
 
 def with_pretrained(spec: RunSpec, log: Log) -> RunSpec:
@@ -77,9 +80,11 @@ def with_pretrained(spec: RunSpec, log: Log) -> RunSpec:
 
     try:
         source = resolve(_pinned(spec.run_dir, recipe.train.pretrained))
-        record = PretrainedRecord(recipe.train.pretrained, source.pinned, _require_fit(source.path, recipe, log))
+        config = read_config(source.path)
+        fingerprint = _require_fit(source.path, recipe, log)
+        record = PretrainedRecord(recipe.train.pretrained, source.pinned, fingerprint, config["model_type"])
         write_atomic(spec.run_dir / RECORD, json.dumps(asdict(record), indent=2) + "\n")
-        keep(source.path, read_config(source.path), spec.run_dir)
+        keep(source.path, config, spec.run_dir)
     except UserError:
         spec.run.remove_if_empty()
         raise
@@ -158,10 +163,22 @@ def _pinned(run_dir: Path, pretrained: str) -> str:
 
 def _recorded(run_dir: Path) -> dict[str, str] | None:
     try:
-        record = read_json(run_dir / RECORD, root=run_dir, most=MOST)
+        record = {"model_type": "", **read_json(run_dir / RECORD, root=run_dir, most=MOST)}
         return {field.name: str(record[field.name]) for field in fields(PretrainedRecord)}
     except (OSError, ValueError, LookupError, TypeError):
         return None
+
+
+def entered_as(run_dir: Path) -> str | None:
+    """`model_type` of the model that a run was imported or started from; None: of none, or it is not known."""
+    for name in (IMPORTED, RECORD):
+        try:
+            record = read_json(run_dir / name, root=run_dir, most=MOST)
+        except (OSError, ValueError):
+            continue
+        if isinstance(record, dict) and isinstance(kind := record.get("model_type"), str) and kind:
+            return kind
+    return None
 
 
 def _has_checkpoint(run_dir: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,7 @@ from llmrecipes.hf.safetensors import SafetensorsFolder, write
 from llmrecipes.hf.tokenizer_files import serving_form, write_tokenizer
 from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.models.create import published
+from llmrecipes.models.importing import import_model
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Model
 from llmrecipes.tracking.energy import Energy
@@ -49,6 +51,7 @@ from llmrecipes.workflow.model_source import open_tensors
 from llmrecipes.workflow.run import Paths, TrainOptions
 from llmrecipes.workflow.train import train
 from tests.helpers import environment, tiny, tiny_on
+from tests.hf_models import saved
 from tests.refusals import refused, require_message
 
 GPT_TINY = {
@@ -167,6 +170,45 @@ def test_a_step_a_type_and_python(trained: Path, paths: Paths, tmp_path: Path) -
 
     again = open_tensors(str(whole), paths.runs_dir)
     assert again.config["model_type"] == "apertus" and torch.equal(again.source.read(name), full.read(name))
+
+
+def as_exported(made: Path, out: Path, paths: Paths, capsys: pytest.CaptureFixture[str], *options: str) -> Any:
+    assert run(command(made, "--no-tokenizer", "--out", out, "--json", *options, paths=paths)) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])  # a library may have said something before
+    assert json.loads((out / "config.json").read_text())["model_type"] == report["family"]
+    return report
+
+
+@pytest.mark.parametrize("kind", ["mistral", "phi3", "ernie4_5"])
+def test_a_model_leaves_as_the_family_that_it_entered_as(
+    kind: str, paths: Paths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the same form as `llama`, which is tried first."""
+    saved(kind, tmp_path / "m")
+    made = Path(import_model(str(tmp_path / "m"), ["data.tokenizer.type=bpe"], tmp_path, "a").run_dir)
+    report = as_exported(made, tmp_path / "own", paths, capsys)
+    assert (report["family"], report["notes"]) == (kind, [])
+    report = as_exported(made, tmp_path / "other", paths, capsys, "--family", "llama")
+    assert (report["family"], report["notes"]) == ("llama", [])
+
+
+def test_a_family_that_nobody_named_is_said_with_the_others_that_fit(
+    paths: Paths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved("llama", tmp_path / "m")
+    made = Path(import_model(str(tmp_path / "m"), ["data.tokenizer.type=bpe"], tmp_path, "a").run_dir)
+    record = made / "imported.json"
+    entered = json.loads(record.read_text())
+    record.write_text(json.dumps({**entered, "model_type": "gpt2"}))
+    report = as_exported(made, tmp_path / "gpt2", paths, capsys)
+    (note,) = report["notes"]
+    assert report["family"] == "llama" and {"gpt2", "mistral", "phi3", "--family"} <= set(re.split(r"[ ,;]+", note))
+    record.unlink()
+    report = as_exported(made, tmp_path / "unknown", paths, capsys)
+    (note,) = report["notes"]
+    assert report["family"] == "llama" and "gpt2" not in note
+    assert {"mistral", "phi3", "ernie4_5", "--family"} <= set(re.split(r"[ ,;]+", note))
+    assert "--family" not in (tmp_path / "unknown" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

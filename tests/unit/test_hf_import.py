@@ -36,6 +36,7 @@ from llmrecipes.recipe.load import load_values
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.rundir import Run
 from llmrecipes.tracking.progress import Counted
+from llmrecipes.workflow.pretrained import entered_as
 from tests.hf_models import CONFIGS, EXPERTS, LENGTH, ROUTED, SIZES, VOCABULARY, saved
 from tests.refusals import refused, require_message
 from tests.unit.balance_worker import ROOMY
@@ -271,6 +272,7 @@ def test_training_starts_alike_from_an_import_and_from_the_recipe_s_key(
     assert run(again) == 0
     second = tmp_path / "runs/two/b"
     assert steps_of(first) == steps_of(second) and steps_of(first).keys() == {1, 2}
+    assert entered_as(first) == entered_as(second) == "llama"
     # A resumed run does not read the weights again; another model is another run.
     moved = original.rename(original.with_name("moved"))
     assert run([*again, "train.train_iters=3", "--accept-changes"]) == 0
