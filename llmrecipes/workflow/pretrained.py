@@ -32,7 +32,7 @@ IMPORTED = "imported.json"
 TOKENIZER_FILE = "tokenizer.json"
 SEQ_LENGTH = 2048
 """Of the recipe of a published model, where the model allows it."""
-TRAIN: Mapping[str, object] = {"train_iters": 1000, "micro_batch_size": 1, "global_batch_size": 8}
+TRAIN: Mapping[str, object] = {"train_iters": 1000, "global_batch_size": 8}
 OPTIMIZER: Mapping[str, object] = {"lr": 1e-5, "min_lr": 1e-6}
 """A small learning rate: the weights are good already."""
 
@@ -204,6 +204,7 @@ def recipe_values(model: Located, section: Mapping[str, Any], name: str) -> dict
         "model": {"seq_length": min(SEQ_LENGTH, most) if isinstance(most, int) else SEQ_LENGTH, **section},
         "train": dict(TRAIN),
         "optimizer": dict(OPTIMIZER),
+        "layout": {"micro_batch_size": 1},
         "data": {"tokenizer": tokenizer} if tokenizer else {},
     }
 
