@@ -433,7 +433,7 @@ def test_the_host_waits_once_a_step(small: dict[str, Report]) -> None:
         ((place, number),) = waits.items()
         assert place.startswith("moe/token_dispatcher")
         passes = 2 if "moe" in plan.recompute_modules else 1  # the recomputation dispatches the tokens again
-        assert number == passes * plan.shape.num_layers * plan.num_microbatches
+        assert number == passes * plan.shape.moe_layers(0, plan.shape.num_layers) * plan.num_microbatches
 
 
 def test_a_host_wait_that_is_added_is_seen(process: GlooWorld) -> None:
