@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from llmrecipes.plan import losses
@@ -51,99 +51,140 @@ class _Chunk:
 
 def peak(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage: int, device: str) -> Peak:
     """The fullest moment of a rank of one pipeline stage."""
-    return max(_moments(recipe, s, layout, num_microbatches, stage, device), key=lambda moment: moment.total)
+    moments = _Stage(recipe, s, layout, stage, device).moments(num_microbatches)
+    return max(moments, key=lambda moment: moment.total)
 
 
 def most_activations(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage: int, device: str) -> int:
     """Most bytes that a rank of one pipeline stage keeps for its backward passes at a time."""
-    moments = _moments(recipe, s, layout, num_microbatches, stage, device)
+    moments = _Stage(recipe, s, layout, stage, device).moments(num_microbatches)
     return max(moment.activations + moment.kept_logits for moment in moments)
 
 
-def _moments(
-    recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage: int, device: str
-) -> Iterator[Peak]:
-    """Moments of a step of a rank of one pipeline stage, the fullest among them.
+class _Stage:
+    """A rank of one pipeline stage, whose bytes are those of a token."""
 
-    A stage stores several micro-batches at once, the first stage the most (`in_flight`). Tensor parallelism divides
-    what is inside attention and MLP, sequence parallelism the rest, context parallelism everything. On the last stage
-    it is the loss, or a layer after it; on the others the last layer, at the beginning of a backward pass.
-    """
-    per = PerToken(recipe, s, layout, device)
-    tokens = losses.tokens_of_a_micro_batch(recipe, layout)
-    chunks = []
-    last = stage == layout.pipeline_model_parallel_size - 1
-    for number, layers in enumerate(layout.layers_per_stage[stage]):
-        first = layout.first_layer(stage, number)
-        is_last = last and number == len(layout.layers_per_stage[stage]) - 1
-        chunk = _chunk(recipe, per, range(first, first + layers), last=is_last)
-        chunks.append(chunk.and_kept(mask_per_token(recipe, s, device)))
-    if stage == 0:
-        chunks[0] = chunks[0].and_kept(per.mask)
-    prediction_layers = _mtp(recipe, per)
-    # Inputs of the losses: one tensor, freed with the last of them.
-    of_losses = per.edge * ((recipe.lora is None) + s.mtp_num_layers)
-    ends = per.edge * (recipe.lora is None) + prediction_layers.kept
-    norm = layout.final_norm(s.mtp_num_layers)
-    if norm == (layout.pipeline_model_parallel_size - 1, len(chunks) - 1):
-        ends += per.norm
-    elif norm[0] == stage:
-        chunks[norm[1]] = chunks[norm[1]].and_kept(per.norm)
-    kept_logits, most_logits = losses.kept_and_most(recipe, s, layout, device)
-    frees = losses.frees_its_input(recipe, device)
-    # Chunks without layers, and without the final norm, keep nothing of their inputs, which are there until the end.
-    without = [
-        not layers and stage + number > 0 and norm != (stage, number)
-        for number, layers in enumerate(layout.layers_per_stage[stage])
-    ]
-    tables = len(chunks) * per.tables
-    # Predictions gather two inputs, joined, in the buffer that is kept for gathered tokens.
-    wider = per.gathered * (s.mtp_num_layers > 0)
-    words = per.element * s.vocab_size * s.hidden_size // layout.tensor_model_parallel_size
-    waiting = words * _waits_for_words(recipe, layout)
-    of_predictions = waiting * recipe.model.share_embeddings_and_output_weights
-    moments = fullest(
-        layout.pipeline_model_parallel_size,
-        layout.virtual_pipeline_model_parallel_size,
-        # A third group repeats what the second does.
-        min(num_microbatches, 3 * layout.pipeline_model_parallel_size),
-        stage,
-        s.num_moe_experts > 0,
-        bool(recipe.layout.overlap_moe_expert_parallel_comm),
-    )
-    for pending, turn, inputs, sent in moments:
-        stack = tables + sum(each.kept * number for each, number in zip(chunks, pending, strict=True))
-        held = sum(number for number, none in zip(inputs, without, strict=True) if not none)
-        passing = sum(inputs) - held + sum(number for number, none in zip(pending, without, strict=True) if none)
-        outputs = int(tokens * ((passing + sent) * per.edge + wider * last))
+    def __init__(self, recipe: Recipe, s: Shape, layout: Layout, stage: int, device: str) -> None:
+        self._of = recipe, s, layout, device
+        self._stage = stage
+        self._per = per = PerToken(recipe, s, layout, device)
+        self._tokens = losses.tokens_of_a_micro_batch(recipe, layout)
+        self._layers = layout.layers_per_stage[stage]
+        self._last = stage == layout.pipeline_model_parallel_size - 1
+        self._norm = layout.final_norm(s.mtp_num_layers)
+        self._chunks = [self._chunk(number) for number in range(len(self._layers))]
+        self._predictions = _mtp(recipe, per)
+        self._words = per.element * s.vocab_size * s.hidden_size // layout.tensor_model_parallel_size
+        self._waiting = self._words * _waits_for_words(recipe, layout)
+
+    def moments(self, num_microbatches: int) -> Iterator[Peak]:
+        """Moments of a step, the fullest among them.
+
+        A stage stores several micro-batches at once, the first stage the most (`in_flight`). Tensor parallelism divides
+        what is inside attention and MLP, sequence parallelism the rest, context parallelism everything. On the last
+        stage it is the loss, or a layer after it; on the others the last layer, at the beginning of a backward pass.
+        """
+        recipe, s, layout, _ = self._of
+        moments = fullest(
+            layout.pipeline_model_parallel_size,
+            layout.virtual_pipeline_model_parallel_size,
+            # A third group repeats what the second does.
+            min(num_microbatches, 3 * layout.pipeline_model_parallel_size),
+            self._stage,
+            s.num_moe_experts > 0,
+            bool(recipe.layout.overlap_moe_expert_parallel_comm),
+        )
+        for pending, turn, inputs, sent in moments:
+            stack, held, outputs = self._stored(pending, inputs, sent)
+            yield from self._in_layers(turn, stack, held, outputs)
+            if self._last and turn == len(self._chunks) - 1:
+                end = stack + held + self._ends
+                yield from self._at_loss(end, outputs)
+                yield from self._in_predictions(end, outputs)
+
+    def _chunk(self, number: int) -> _Chunk:
+        recipe, s, layout, device = self._of
+        first = layout.first_layer(self._stage, number)
+        is_last = self._last and number == len(self._layers) - 1
+        chunk = _chunk(recipe, self._per, range(first, first + self._layers[number]), last=is_last)
+        kept: float = mask_per_token(recipe, s, device)
+        if self._stage == number == 0:
+            kept += self._per.mask
+        if self._norm == (self._stage, number) and not is_last:
+            kept += self._per.norm
+        return chunk.and_kept(kept)
+
+    @property
+    def _ends(self) -> float:
+        """Kept after the last layer."""
+        recipe, _, layout, _ = self._of
+        of_last = layout.pipeline_model_parallel_size - 1, len(self._layers) - 1
+        inputs = self._per.edge * (recipe.lora is None) + self._predictions.kept
+        return inputs + self._per.norm * (self._norm == of_last)
+
+    def _is_empty(self, number: int) -> bool:
+        """Whether a chunk without layers, and without the final norm, keeps nothing of its inputs, which are there
+        until the end."""
+        return not self._layers[number] and self._stage + number > 0 and self._norm != (self._stage, number)
+
+    def _stored(self, pending: Sequence[int], inputs: Sequence[int], sent: int) -> tuple[float, float, int]:
+        """What layers keep, their inputs that are held, and bytes of messages."""
+        per = self._per
+        stack = len(self._chunks) * per.tables
+        held = passing = 0
+        for number, chunk in enumerate(self._chunks):
+            stack += chunk.kept * pending[number]
+            if self._is_empty(number):
+                passing += inputs[number] + pending[number]
+            else:
+                held += inputs[number]
+        # Predictions gather two inputs, joined, in the buffer that is kept for gathered tokens.
+        wider = per.gathered * (per.shape.mtp_num_layers > 0) * self._last
+        return stack, held * per.edge, int(self._tokens * ((passing + sent) * per.edge + wider))
+
+    def _at(self, activations: float, outputs: int, gradients: int) -> Peak:
+        return Peak(int(self._tokens * activations), outputs=outputs, gradients=gradients)
+
+    def _in_layers(self, turn: int, stack: float, held: float, outputs: int) -> Iterator[Peak]:
+        per, chunk, waiting = self._per, self._chunks[turn], self._waiting
         # The previous micro-batch's input of a single chunk is released before the backward pass.
-        yield Peak(int(tokens * (stack + held * per.edge)), outputs=outputs)
-        stack_then = stack + (held * per.edge if len(chunks) > 1 else 0)
-        yield Peak(int(tokens * (stack_then + chunks[turn].again)), outputs=outputs, gradients=waiting)
-        more, gradients = chunks[turn].in_layer
-        there = waiting + int(tokens * gradients)
-        yield Peak(int(tokens * (stack_then + more)), outputs=outputs, gradients=there)
-        if stage == turn == 0 and recipe.lora is None:
+        yield self._at(stack + held, outputs, 0)
+        stack += held if len(self._chunks) > 1 else 0
+        yield self._at(stack + chunk.again, outputs, waiting)
+        more, gradients = chunk.in_layer
+        yield self._at(stack + more, outputs, waiting + int(self._tokens * gradients))
+        if self._stage == turn == 0 and per.recipe.lora is None:
             # After its layers, the gradient of the word embedding, from that of the hidden states of all ranks, and its
             # sum with the one that has waited.
-            there = 2 * waiting + words + int(tokens * (per.edge + 2 * per.gathered))
-            yield Peak(int(tokens * (stack_then - chunks[0].kept)), outputs=outputs, gradients=there)
-        if last and turn == len(chunks) - 1:
-            end, freed = stack + held * per.edge + ends, of_losses * (not s.mtp_num_layers)
-            buffer = int(tokens * per.gathered_tokens) if any(layout.layers_per_stage[stage]) else 0
-            yield Peak(int(tokens * end), kept_logits if frees else most_logits, kept_logits, outputs, buffer)
-            if frees:
-                yield Peak(int(tokens * (end - freed)), most_logits, kept_logits, outputs, buffer)
-            if (prediction := losses.of_a_prediction(recipe, s, layout, device)) is not None:
-                freed = of_losses if frees else 0.0
-                yield Peak(int(tokens * (end - freed)), prediction[1], prediction[0], outputs, buffer)
-            # The losses have been differentiated by then: they were computed after the layers.
-            end -= of_losses
-            again = int(tokens * (end + prediction_layers.again))
-            yield Peak(again, outputs=outputs, gradients=of_predictions)
-            more, gradients = prediction_layers.in_layer
-            there = of_predictions + int(tokens * gradients)
-            yield Peak(int(tokens * (end + more)), outputs=outputs, gradients=there)
+            there = 2 * waiting + self._words + int(self._tokens * (per.edge + 2 * per.gathered))
+            yield self._at(stack - self._chunks[0].kept, outputs, there)
+
+    @property
+    def _of_losses(self) -> float:
+        """Inputs of the losses: one tensor, freed with the last of them."""
+        return self._per.edge * ((self._per.recipe.lora is None) + self._per.shape.mtp_num_layers)
+
+    def _at_loss(self, end: float, outputs: int) -> Iterator[Peak]:
+        recipe, s, layout, device = self._of
+        kept, most = losses.kept_and_most(recipe, s, layout, device)
+        frees = losses.frees_its_input(recipe, device)
+        buffer = int(self._tokens * self._per.gathered_tokens) if any(self._layers) else 0
+        yield Peak(int(self._tokens * end), kept if frees else most, kept, outputs, buffer)
+        if frees:
+            freed = self._of_losses * (not s.mtp_num_layers)
+            yield Peak(int(self._tokens * (end - freed)), most, kept, outputs, buffer)
+        if (prediction := losses.of_a_prediction(recipe, s, layout, device)) is not None:
+            freed = self._of_losses if frees else 0.0
+            kept, most = prediction
+            yield Peak(int(self._tokens * (end - freed)), most, kept, outputs, buffer)
+
+    def _in_predictions(self, end: float, outputs: int) -> Iterator[Peak]:
+        """Moments of layers whose losses have been differentiated: they were computed after the layers."""
+        end -= self._of_losses
+        waiting = self._waiting * self._per.recipe.model.share_embeddings_and_output_weights
+        yield self._at(end + self._predictions.again, outputs, waiting)
+        more, gradients = self._predictions.in_layer
+        yield self._at(end + more, outputs, waiting + int(self._tokens * gradients))
 
 
 def _waits_for_words(recipe: Recipe, layout: Layout) -> bool:
