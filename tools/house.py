@@ -34,7 +34,7 @@ CODE_BUDGET = {
     "hf": 2445,
     "launch": 3201,
     "models": 4120,
-    "plan": 5535,
+    "plan": 5575,
     "recipe": 8931,
     "report": 1824,
     "scaling": 400,

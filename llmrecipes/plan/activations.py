@@ -8,13 +8,11 @@ their 34 s b h plus the kernel's log-sum-exp. On a CPU a test compares it with w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from llmrecipes.plan.kernels import copies_keys, keeps_gathered, keeps_scores, kept_of_a_row, modules, own_layers
 from llmrecipes.plan.layout import Layout
-from llmrecipes.plan.losses import tokens_of_a_micro_batch
 from llmrecipes.plan.machine_features import expected
 from llmrecipes.recipe.derived.adapters import adapted, is_target
 from llmrecipes.recipe.derived.shape import Shape
@@ -63,7 +61,7 @@ class PerToken:
         return 4 if self.recipe.train.precision == "fp32" else 2
 
     @cached_property
-    def _input(self) -> float:
+    def input_element(self) -> float:
         """Bytes of a value that a product keeps as its input: in fp8 one, and a scale of 32 values in a byte, or of 128
         in four."""
         in_fp8 = self.recipe.train.fp8 is not None and self.device == "cuda" and not self.bf16
@@ -72,17 +70,17 @@ class PerToken:
     @cached_property
     def edge(self) -> float:
         """One residual stream, which is also what is stored between layers."""
-        return self.element * self.shape.hidden_size / self._sequence_ranks
+        return self.element * self.shape.hidden_size / self.sequence_ranks
 
     @cached_property
     def norm(self) -> float:
         """Saved by a norm: its input; for torch's unfused RMSNorm on a CPU also an fp32 copy and the result."""
-        return self._norm(self.shape.hidden_size) / self._sequence_ranks
+        return self._norm(self.shape.hidden_size) / self.sequence_ranks
 
     @cached_property
     def mask(self) -> float:
         """One dropout mask: one byte per channel."""
-        return self.shape.hidden_size / self._sequence_ranks if self.recipe.model.hidden_dropout else 0.0
+        return self.shape.hidden_size / self.sequence_ranks if self.recipe.model.hidden_dropout else 0.0
 
     @cached_property
     def core(self) -> float:
@@ -145,7 +143,7 @@ class PerToken:
         if "mlp" in recomputed and not experts:
             mlp += self._dense_inner
         if experts:
-            router, moved, hidden, shared = self._expert_parts
+            router, moved, hidden, shared = self.expert_parts
             if "moe" in recomputed:
                 mlp += router + moved + hidden + shared
             elif "shared_experts" in recomputed:
@@ -166,94 +164,19 @@ class PerToken:
     @cached_property
     def dense_layer(self) -> float:
         """A layer with a dense MLP."""
-        edge = self._edge_as_input * keeps_input(self.recipe, "linear_fc1")
+        edge = self.edge_as_input * keeps_input(self.recipe, "linear_fc1")
         adapters = kept_by_adapters(*self._of, experts=False)
         return self._attention + self.norm + edge + self._dense_inner + self.mask + adapters
 
     @cached_property
     def _dense_inner(self) -> float:
-        each = self.element * (self._wide - 1) + self._input * keeps_input(self.recipe, "linear_fc2")
+        each = self.element * (self._wide - 1) + self.input_element * keeps_input(self.recipe, "linear_fc2")
         return each * self.shape.ffn_hidden_size / self.layout.tensor_model_parallel_size
-
-    def fullest(self, *, experts: bool, more: float, gradients: float) -> tuple[float, float]:
-        """Activations and gradients at the fullest moment in a layer.
-
-        Args:
-            more: activations that there are besides those that are stored.
-            gradients: those of the residual stream.
-        """
-        return max(((more - freed, gradients + each) for freed, each in self._in_layer(experts)), key=sum)
-
-    def _in_layer(self, experts: bool) -> Iterator[tuple[float, float]]:
-        """Moments of a layer: what of its activations is freed, and gradients besides the residual stream's."""
-        s, element, tensor = self.shape, self.element, self.layout.tensor_model_parallel_size
-        gathered = self.gathered
-        if not self.recipe.model.multi_latent_attention:
-            # The first product of attention, by which all but its input is freed.
-            width = (s.query_size + s.key_size + s.value_size) / tensor
-            layer = self.expert_layer if experts else self.dense_layer
-            gradients = self.edge + 2 * gathered + element * width + self._of_weight(width)
-            yield layer - self.norm - self._edge_as_input, gradients
-        if not experts:
-            yield from self._in_dense_mlp(self._dense_inner, s.ffn_hidden_size / tensor)
-            return
-        yield 0.0, gathered + self._combined
-        yield self._in_an_expert[0], gathered + self._in_an_expert[1]
-        *_, hidden, shared = self._expert_parts
-        # Of one expert after the other.
-        number = s.num_moe_experts / self.layout.expert_model_parallel_size
-        visits = self._visits / number
-        width = s.moe_ffn_hidden_size / self.layout.expert_tensor_parallel_size
-        there = gathered + self.edge + self._results
-        of_input = visits * element * s.hidden_size
-        yield from self._products(hidden / number, visits * s.moe_ffn_hidden_size, width, there, of_input)
-        if s.moe_shared_ffn_hidden_size:
-            width = s.moe_shared_ffn_hidden_size / tensor
-            yield from self._products(shared, width, width, 2 * gathered + self._results, self.edge)
-
-    def _in_dense_mlp(self, inside: float, width: float) -> Iterator[tuple[float, float]]:
-        lora, values = self.recipe.lora, self.element * width
-        yield from self._products(inside, width, width, 2 * self.gathered, self.edge)
-        if self.recipe.model.gated_linear_unit or (lora is not None and is_target(lora, "linear_fc2")):
-            # Beside the gradient of the second product's input, which is freed, those of the first product's halves; or
-            # that of the second product's adapter, and their sum.
-            freed = self._input * keeps_input(self.recipe, "linear_fc2") * width
-            yield freed, self.gathered + 3 * values
-        if lora is not None and is_target(lora, "linear_fc1"):
-            # In the forward pass the results of the first product and of its adapter, and their sum, which is kept.
-            yield inside - self._halves * values, 2 * self._halves * values
-
-    def _products(
-        self, inside: float, values: float, width: float, there: float, of_input: float
-    ) -> Iterator[tuple[float, float]]:
-        """Moments of the backward pass of an MLP, in each of which a product has the gradients of its input and weight.
-
-        Args:
-            inside: bytes that are kept inside the MLP, and freed with the second product.
-            values: of the second product's input, for each token of the layer.
-            width: of its weight on this rank.
-            there: bytes of other gradients.
-            of_input: bytes of the gradient of the first product's input.
-        """
-        weight = self._of_weight(width)
-        yield 0.0, there + self.element * values + weight
-        yield inside, there + of_input + self._halves * (self.element * values + weight)
-
-    @property
-    def _halves(self) -> int:
-        """Widths of an MLP's first product: a gate adds its own."""
-        return 2 if self.recipe.model.gated_linear_unit else 1
-
-    def _of_weight(self, width: float) -> float:
-        """The gradient of a weight between the hidden states and so many channels, for each token."""
-        if self.recipe.lora is not None:
-            return 0.0
-        return self.element * width * self.shape.hidden_size / tokens_of_a_micro_batch(self.recipe, self.layout)
 
     @property
     def gathered(self) -> float:
         """With sequence parallelism, the tokens of all ranks: they have a buffer, and are gathered again."""
-        return self.element * self.shape.hidden_size * (self._sequence_ranks > 1)
+        return self.element * self.shape.hidden_size * (self.sequence_ranks > 1)
 
     @cached_property
     def gathered_tokens(self) -> float:
@@ -262,59 +185,27 @@ class PerToken:
         gathers = self.recipe.model.moe_token_dispatcher_type == "allgather"  # noqa: S105 - no password
         return self.edge * ranks if gathers and ranks > 1 and self.shape.num_moe_experts else 0.0
 
-    @cached_property
-    def _combined(self) -> float:
-        """The experts' results in the forward pass, on their way back to the ranks of the tokens."""
-        s, element, ranks = self.shape, self.element, self.layout.expert_tensor_parallel_size
-        if gathered := self.gathered_tokens:
-            # In the order of tokens, in the buffer of gathered tokens, and summed over the ranks in fp32.
-            return 2 * gathered + 4 / element * (gathered + self.edge)
-        # As they come and in one tensor, in fp32 for the sum over the ranks that share an expert, sorted and sent.
-        summed = 4 / element * (ranks + 1) if ranks > 1 else 0
-        sent = self.recipe.model.moe_router_topk * element * s.hidden_size / self._sequence_ranks
-        several = ranks * self.layout.expert_model_parallel_size > 1
-        return sent * (2 * ranks + summed + 1 + several) + self.edge * (s.moe_shared_ffn_hidden_size > 0)
-
-    @cached_property
-    def _in_an_expert(self) -> tuple[float, float]:
-        """In the backward pass: gradients of the layer's result and of those of all experts, and in one of them those
-        of its activation."""
-        s, element, layout = self.shape, self.element, self.layout
-        rows = self._visits * layout.expert_model_parallel_size / s.num_moe_experts * s.moe_ffn_hidden_size
-        scored = 3 * element if self._fused and self.recipe.model.gated_linear_unit else 8 + (6 if element == 2 else 4)
-        return rows * self._input, self.edge + self._results + rows * scored
-
-    @property
-    def _visits(self) -> float:
-        """Tokens that experts have for each token of a rank."""
-        return self.recipe.model.moe_router_topk / self._sequence_ranks
-
-    @property
-    def _results(self) -> float:
-        """Gradients of the results of all experts of a rank."""
-        return self._visits * self.layout.expert_tensor_parallel_size * self.element * self.shape.hidden_size
-
     def inside(self, *, experts: bool) -> float:
         """What is kept inside the MLP or the experts."""
-        return sum(self._expert_parts) if experts else self._dense_inner
+        return sum(self.expert_parts) if experts else self._dense_inner
 
     @cached_property
-    def _edge_as_input(self) -> float:
+    def edge_as_input(self) -> float:
         """The residual stream, normalised, as the input of a product."""
-        return self.edge * self._input / self.element
+        return self.edge * self.input_element / self.element
 
     @cached_property
     def expert_layer(self) -> float:
         """A layer with experts: router, dispatched tokens, the experts' and the shared experts' MLPs."""
         adapters = kept_by_adapters(*self._of, experts=True)
         # The router's input; in fp8 shared experts have a copy.
-        edge = self.edge + self._edge_as_input * (
-            self._input < self.element and self.shape.moe_shared_ffn_hidden_size > 0
+        edge = self.edge + self.edge_as_input * (
+            self.input_element < self.element and self.shape.moe_shared_ffn_hidden_size > 0
         )
-        return self._attention + self.norm + edge + self.mask + adapters + sum(self._expert_parts)
+        return self._attention + self.norm + edge + self.mask + adapters + sum(self.expert_parts)
 
     @cached_property
-    def _expert_parts(self) -> tuple[float, float, float, float]:
+    def expert_parts(self) -> tuple[float, float, float, float]:
         """Bytes in the router, of tokens as they are dispatched, inside the experts and inside the shared experts."""
         s = self.shape
         model = self.recipe.model
@@ -324,13 +215,13 @@ class PerToken:
             visits *= model.moe_expert_capacity_factor
         # The router's scores and its map; for each assignment two indices and two scores.
         router = (1 + (8 if model.moe_router_dtype == "fp64" else 4)) * s.num_moe_experts + 24 * visits
-        moved = visits * self._input * s.hidden_size * keeps_input(self.recipe, "experts.linear_fc1")
-        wide = element * (self._scored - 1) + self._input * keeps_input(self.recipe, "experts.linear_fc2")
+        moved = visits * self.input_element * s.hidden_size * keeps_input(self.recipe, "experts.linear_fc1")
+        wide = element * (self._scored - 1) + self.input_element * keeps_input(self.recipe, "experts.linear_fc2")
         experts = visits * wide * s.moe_ffn_hidden_size
-        wide = element * (self._wide - 1) + self._input * keeps_input(self.recipe, "linear_fc2")
+        wide = element * (self._wide - 1) + self.input_element * keeps_input(self.recipe, "linear_fc2")
         shared = wide * s.moe_shared_ffn_hidden_size
         moved *= self.layout.expert_tensor_parallel_size  # whose ranks have each other's tokens too
-        ranks = self._sequence_ranks
+        ranks = self.sequence_ranks
         gathered = self.gathered * (shared > 0 and keeps_gathered(self.recipe, self.device))
         shared = shared / self.layout.tensor_model_parallel_size + gathered
         return router / ranks, moved / ranks, experts / ranks, shared
@@ -356,7 +247,7 @@ class PerToken:
         return self.recipe, self.shape, self.layout, self.device
 
     @cached_property
-    def _sequence_ranks(self) -> int:
+    def sequence_ranks(self) -> int:
         """Ranks that share the tokens outside of attention and MLP."""
         return self.layout.tensor_model_parallel_size if self.layout.sequence_parallel else 1
 
@@ -368,16 +259,16 @@ class PerToken:
         sigmoid = model.activation_func == "quick_gelu"
         if not model.gated_linear_unit:
             return 2 + sigmoid
-        return 3 if self._fused else 5 + sigmoid + (model.activation_func_clamp_value is not None)
+        return 3 if self.is_fused else 5 + sigmoid + (model.activation_func_clamp_value is not None)
 
     @cached_property
     def _scored(self) -> int:
         """Saved widths of an expert's MLP: the scores are multiplied into its hidden values, by a fused activation in
         the same kernel."""
-        return self._wide + (not self._fused)
+        return self._wide + (not self.is_fused)
 
     @cached_property
-    def _fused(self) -> bool:
+    def is_fused(self) -> bool:
         """Whether one kernel computes the gated activation."""
         return bool(value_of("bias_activation_fusion", self.recipe, expected(self.recipe, self.device)))
 
@@ -412,9 +303,9 @@ class PerToken:
         tensor = self.layout.tensor_model_parallel_size
         # Inputs of the norm and the projection, then the tensors split by heads, with the output projection's input.
         down = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj")
-        outside = self.norm + self._edge_as_input * max(keeps_input(self.recipe, name) for name in down) + self.mask
-        if self._input < element and model.q_lora_rank and model.multi_latent_attention:
-            outside += self._edge_as_input  # each of the two projections down keeps its copy in fp8
+        outside = self.norm + self.edge_as_input * max(keeps_input(self.recipe, name) for name in down) + self.mask
+        if self.input_element < element and model.q_lora_rank and model.multi_latent_attention:
+            outside += self.edge_as_input  # each of the two projections down keeps its copy in fp8
         split = self.layout.context_parallel_size > 1 and own_layers(self.recipe, self.device)
         gathered = split and not self._in_parts and not self.inputs_only
         rope = model.position_embedding_type != "learned_absolute"
@@ -422,7 +313,7 @@ class PerToken:
         keys_and_values = (s.query_size + s.context_size) * copied  # a key and a value for each query
         inner = float(element * (s.context_size + keys_and_values + self._projected(gathered=gathered or copied)))
         if model.multi_latent_attention:
-            outside += self._latent / self._sequence_ranks
+            outside += self._latent / self.sequence_ranks
         else:
             # Rotation or norm allocate new queries and keys, while the values keep the full projection alive.
             if not self._in_parts and (rope or model.qk_layernorm):
@@ -477,7 +368,7 @@ class PerToken:
         size = self.element * (sum(ranks) + model.qk_pos_emb_head_dim)
         if model.qk_layernorm:
             size += sum(self._norm(rank) for rank in ranks)
-        return size - (self.element - self._input) * sum(ranks)  # the inputs of the products up
+        return size - (self.element - self.input_element) * sum(ranks)  # the inputs of the products up
 
     def _norm(self, width: int) -> int:
         composite = self.device == "cpu" and self.recipe.model.normalization == "RMSNorm"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from llmrecipes.plan import losses
+from llmrecipes.plan import layer_moments, losses
 from llmrecipes.plan.activations import PerToken
 from llmrecipes.plan.kernels import mask_per_token
 from llmrecipes.plan.layout import Layout
@@ -215,7 +215,9 @@ def _chunk(recipe: Recipe, per: PerToken, numbers: range, *, last: bool) -> _Chu
             most = max(most - size, discarded.most)
             # The gradient that was received, and the restored result of an MLP.
             edges = per.edge * (1 + (discarded.mlp >= own.inside(experts=experts) > 0))
-            here = own.fullest(experts=experts, more=discarded.mlp + discarded.twice_in_mlp, gradients=edges)
+            here = layer_moments.fullest(
+                own, experts=experts, more=discarded.mlp + discarded.twice_in_mlp, gradients=edges
+            )
             in_layer = max((in_layer[0] - size, in_layer[1] + per.edge * (not last)), here, key=sum)
             kept += size
         return _Chunk(kept, most, in_layer)
@@ -224,16 +226,16 @@ def _chunk(recipe: Recipe, per: PerToken, numbers: range, *, last: bool) -> _Chu
         groups = [sum(layers[start : start + number]) for start in range(0, len(layers), number)]
         again = max(groups) - per.edge  # whose input is stored anyway
         end = numbers[min((groups.index(max(groups)) + 1) * number, len(layers)) - 1]
-        in_layer = per.of(end).fullest(experts=per.has_experts(end), more=again, gradients=2 * per.edge)
+        in_layer = layer_moments.fullest(per.of(end), experts=per.has_experts(end), more=again, gradients=2 * per.edge)
         return _Chunk(len(groups) * per.edge, again, in_layer)
     # The layers after the block are freed by the time one inside it is recomputed.
     after = sum(layers[number:])
     again = max(layers[:number]) - per.edge - after
     inside, end = numbers[layers.index(max(layers[:number]))], numbers[-1]
     edges = per.edge * (2 + (after > 0 and not last))
-    moments = [per.of(inside).fullest(experts=per.has_experts(inside), more=again, gradients=edges)]
+    moments = [layer_moments.fullest(per.of(inside), experts=per.has_experts(inside), more=again, gradients=edges)]
     if after:
-        moments.append(per.of(end).fullest(experts=per.has_experts(end), more=0.0, gradients=per.edge))
+        moments.append(layer_moments.fullest(per.of(end), experts=per.has_experts(end), more=0.0, gradients=per.edge))
     return _Chunk(number * per.edge + after, max(again, 0.0), max(moments, key=sum))
 
 
@@ -251,8 +253,8 @@ def _mtp(recipe: Recipe, per: PerToken) -> _Chunk:
     if recipe.layout.recompute_method == "uniform":
         # The next token's embedding and the hidden states, and a copy of the result as the output layer's input.
         again = layer + around - 2 * per.edge
-        in_layer = per.fullest(experts=experts, more=again, gradients=edges + per.edge)
+        in_layer = layer_moments.fullest(per, experts=experts, more=again, gradients=edges + per.edge)
         return _Chunk(depth * 3 * per.edge, again, in_layer)
     discarded = per.discarded(experts=experts)
-    in_layer = per.fullest(experts=experts, more=discarded.mlp + discarded.twice_in_mlp, gradients=edges)
+    in_layer = layer_moments.fullest(per, experts=experts, more=discarded.mlp + discarded.twice_in_mlp, gradients=edges)
     return _Chunk(depth * (layer - discarded.total + around), discarded.most, in_layer)
