@@ -66,22 +66,26 @@ def examine(subject: DoctorContext) -> list[Finding]:
     return [replace(finding, node=socket.gethostname()) for finding in _findings(subject)]
 
 
-def _findings(subject: DoctorContext) -> Iterator[Finding]:
-    driver: str | None = None
-    states: list[gpus.GpuState] = []
+def _asked(profile: Profile | None) -> tuple[str | None, list[gpus.GpuState] | None, list[Finding]]:
+    """Driver and GPUs, None if they are not known, and what is wrong with nvidia-smi's report."""
     try:
         report = gpus.query()
     except (OSError, subprocess.SubprocessError) as error:
-        yield gpus.unanswered(error)
-    else:
-        try:
-            if report is not None:
-                driver, states = gpus.parse(report)
-                yield from gpus.damaged(report)
-            yield from gpus.check(states, subject.profile, subject.own_gpus)
-        except gpus.UnreadableReport as error:
-            yield gpus.unreadable(report or "", error, subject.profile)
-    if states:
+        return None, None, [gpus.unanswered(error)]
+    if report is None:
+        return None, [], []
+    try:
+        return *gpus.parse(report), list(gpus.damaged(report))
+    except gpus.UnreadableReport as error:
+        return None, None, [gpus.unreadable(report, error, profile)]
+
+
+def _findings(subject: DoctorContext) -> Iterator[Finding]:
+    driver, known, about_report = _asked(subject.profile)
+    yield from about_report
+    if known is not None:
+        yield from gpus.check(known, subject.profile, subject.own_gpus)
+    if states := known or []:
         yield from _nvlinks(subject.profile, subject.own_gpus)
         of_job = [
             state for number, state in enumerate(states) if subject.own_gpus is None or number in subject.own_gpus

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from llmrecipes.doctor.check_result import Finding, fail, ok, skip, warn
 from llmrecipes.hardware.nics import CHOICE, RDMA, SYSTEM, Choice, Port, choose, expected
-from llmrecipes.hardware.profile import Profile
+from llmrecipes.hardware.profile import Adapters, Profile
 from llmrecipes.units import GIB
 
 FLAPS = 10
@@ -72,16 +72,19 @@ def _check_wanted(ports: Sequence[Port], profile: Profile, user: Mapping[str, st
             fix = _which(profile) if spare else "a cable or switch port negotiated a lower rate; see ibstat"
             yield (warn if spare else fail)(f"adapter {port.name}", what, fix)
         yield from _errors(port, bad=not spare or port in good)
+    yield _suffices(good, choice, profile, wanted)
+
+
+def _suffices(good: Sequence[Port], choice: Choice, profile: Profile, wanted: Adapters) -> Finding:
+    """Whether the ports that are used and good suffice."""
     if len(good) < wanted.ports:
         what = f"{len(good)} of {wanted.ports} ports are active at {wanted.gb_per_s:g} GB/s, by {choice.reason}"
         if choice.by_user:
-            yield warn("adapters", what, f"unset NCCL_IB_HCA to use all of {profile.name}")
-        else:
-            yield fail("adapters", what, f"see ibstat; or adapters.ports in {profile.name}, if its nodes have fewer")
-    elif len(good) == len(choice.ports):
-        yield ok("adapters", f"{len(good)} ports active, {_rates(good)}, by {choice.reason}")
-    else:
-        yield skip("adapters", f"{len(good)} of {len(choice.ports)} ports are as in {profile.name}, by {choice.reason}")
+            return warn("adapters", what, f"unset NCCL_IB_HCA to use all of {profile.name}")
+        return fail("adapters", what, f"see ibstat; or adapters.ports in {profile.name}, if its nodes have fewer")
+    if len(good) == len(choice.ports):
+        return ok("adapters", f"{len(good)} ports active, {_rates(good)}, by {choice.reason}")
+    return skip("adapters", f"{len(good)} of {len(choice.ports)} ports are as in {profile.name}, by {choice.reason}")
 
 
 def _none_chosen(ports: Sequence[Port], profile: Profile, choice: Choice) -> Finding:

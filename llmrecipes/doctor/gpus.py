@@ -131,6 +131,15 @@ def damaged(report: str) -> Iterator[Finding]:
 
 
 def _check_one(name: str, gpu: GpuState) -> Iterator[Finding]:
+    yield from _check_use(name, gpu)
+    yield from _check_link(name, gpu)
+    yield from _check_limits(name, gpu)
+    if gpu.fabric not in (None, "Completed", "N/A"):
+        yield fail(name, f"NVLink fabric: {gpu.fabric}", "restart nvidia-fabricmanager")
+
+
+def _check_use(name: str, gpu: GpuState) -> Iterator[Finding]:
+    """Whether it is free and sound, and not throttled."""
     if gpu.processes or (gpu.used_mib or 0) > TAKEN_MIB:
         who = f" by process {', '.join(map(str, gpu.processes))}" if gpu.processes else ""
         yield fail(
@@ -151,6 +160,9 @@ def _check_one(name: str, gpu: GpuState) -> Iterator[Finding]:
             f"throttled{hot}: {', '.join(gpu.throttled)}",
             "check cooling and power; the slowest GPU sets the pace",
         )
+
+
+def _check_link(name: str, gpu: GpuState) -> Iterator[Finding]:
     if gpu.link_width and gpu.link_width[0] < gpu.link_width[1]:
         yield warn(name, f"PCIe with {gpu.link_width[0]} of {gpu.link_width[1]} lanes", "reseat the GPU")
     if gpu.link_gen:
@@ -159,52 +171,62 @@ def _check_one(name: str, gpu: GpuState) -> Iterator[Finding]:
             yield warn(name, f"PCIe generation {slot} of {device_most}", "limited by BIOS settings, riser or slot")
         elif now < slot and gpu.state == "P0":
             yield warn(name, f"PCIe generation {now} of {slot}", "reseat the GPU; check the riser and the BIOS")
+
+
+def _check_limits(name: str, gpu: GpuState) -> Iterator[Finding]:
     if gpu.power_watts and gpu.power_watts[0] < gpu.power_watts[1]:
         limit, usual = gpu.power_watts
         fix = f"nvidia-smi -pl {usual:.0f}, unless the site limits all GPUs; the slowest sets the pace"
         yield warn(name, f"power limit {limit:.0f} W of {usual:.0f}", fix)
     if gpu.clock_mhz and gpu.clock_mhz[0] < gpu.clock_mhz[1]:
         yield warn(name, f"clock limited to {gpu.clock_mhz[0]} MHz of {gpu.clock_mhz[1]}", "nvidia-smi -rac, and -rgc")
-    if gpu.fabric not in (None, "Completed", "N/A"):
-        yield fail(name, f"NVLink fabric: {gpu.fabric}", "restart nvidia-fabricmanager")
 
 
 def _state(gpu: ElementTree.Element) -> GpuState:
-    ecc = gpu.find("ecc_errors/volatile")
-    errors = (
-        []
-        if ecc is None
-        else [counter.text for counter in ecc if "uncorrectable" in counter.tag or counter.tag == "double_bit"]
-    )
-    reasons = [
-        reason for tag in ("clocks_event_reasons", "clocks_throttle_reasons") for reason in gpu.findall(f"{tag}/*")
-    ]
-    throttled = (reason.tag.partition("_reason_")[2] for reason in reasons if reason.text == "Active")
-    widths = (
-        _number(gpu.findtext("pci/pci_gpu_link_info/link_widths/current_link_width", "").rstrip("x")),
-        _number(gpu.findtext("pci/pci_gpu_link_info/link_widths/max_link_width", "").rstrip("x")),
-    )
-    gens = [_number(gpu.findtext(f"pci/pci_gpu_link_info/pcie_gen/{name}", "")) for name in GENERATIONS]
-    clocks = [_number(gpu.findtext(f"{name}applications_clocks/graphics_clock", "")) for name in ("", "default_")]
+    link = "pci/pci_gpu_link_info"
+    widths = _numbers(gpu, *(f"{link}/link_widths/{name}_link_width" for name in ("current", "max")))
+    gens = _numbers(gpu, *(f"{link}/pcie_gen/{name}" for name in GENERATIONS))
+    clocks = _numbers(gpu, *(f"{name}applications_clocks/graphics_clock" for name in ("", "default_")))
     processes = [_number(pid.text or "") for pid in gpu.iterfind("processes/process_info/pid")]
     return GpuState(
         name=gpu.findtext("product_name", "unknown"),
         used_mib=_number(gpu.findtext("fb_memory_usage/used", "")),
         processes=tuple(process for process in processes if process is not None),
-        uncorrectable=sum(_number(text or "") or 0 for text in errors),
+        uncorrectable=_uncorrectable(gpu),
         remap_pending=gpu.findtext("remapped_rows/remapped_row_pending") == "Yes",
         remap_failed=gpu.findtext("remapped_rows/remapped_row_failure") == "Yes",
-        throttled=tuple(reason for reason in throttled if reason in THROTTLES),
+        throttled=tuple(reason for reason in _reasons(gpu) if reason in THROTTLES),
         temperature=_number(gpu.findtext("temperature/gpu_temp", "")),
-        link_width=(widths[0], widths[1]) if widths[0] and widths[1] else None,
+        link_width=(widths[0], widths[1]) if widths else None,
         fabric=gpu.findtext("fabric/state"),
-        link_gen=(gens[0], gens[1], gens[2]) if gens[0] and gens[1] and gens[2] else None,
+        link_gen=(gens[0], gens[1], gens[2]) if gens else None,
         state=gpu.findtext("performance_state", ""),
         power_watts=_power(gpu),
-        clock_mhz=(clocks[0], clocks[1]) if clocks[0] and clocks[1] else None,
+        clock_mhz=(clocks[0], clocks[1]) if clocks else None,
         address=nvidia.pci_address(gpu.get("id", "")).partition(".")[0],
         recovery=gpu.findtext("gpu_recovery_action"),
     )
+
+
+def _numbers(gpu: ElementTree.Element, *paths: str) -> list[int] | None:
+    """The numbers at these paths; None: not all of them are there and positive."""
+    numbers = [number for path in paths if (number := _number(gpu.findtext(path, "").rstrip("x")))]
+    return numbers if len(numbers) == len(paths) else None
+
+
+def _uncorrectable(gpu: ElementTree.Element) -> int:
+    """Memory errors since the driver was loaded."""
+    counters = gpu.iterfind("ecc_errors/volatile/*")
+    errors = (each.text for each in counters if "uncorrectable" in each.tag or each.tag == "double_bit")
+    return sum(_number(text or "") or 0 for text in errors)
+
+
+def _reasons(gpu: ElementTree.Element) -> Iterator[str]:
+    """Why the clock is lowered now."""
+    for tag in ("clocks_event_reasons", "clocks_throttle_reasons"):
+        for reason in gpu.iterfind(f"{tag}/*"):
+            if reason.text == "Active":
+                yield reason.tag.partition("_reason_")[2]
 
 
 def _power(gpu: ElementTree.Element) -> tuple[float, float] | None:
@@ -257,23 +279,28 @@ def check_nvlink(
         profile: of a site with NVLink; on others links are only compared with each other: bridges may join some GPUs.
         own_gpus: numbers of the job's GPUs; None: all.
     """
-    wanted = profile is not None and profile.intra_node.kind == "nvlink"
+    wanted = profile.name if profile is not None and profile.intra_node.kind == "nvlink" else None
     most = max((up for up, _ in links), default=0)
-    fix = "reset the GPUs, restart nvidia-fabricmanager; a link that stays down: replace GPU or bridge"
     for number, (up, number_of_links) in enumerate(links):
-        if own_gpus is not None and number not in own_gpus:
-            continue
-        if up < most:
-            what = f"{up} of {number_of_links} NVLinks are up, {most} on another GPU"
-            yield (fail if wanted else warn)(f"gpu {number}", what, fix)
-        elif wanted and up < number_of_links:
-            yield warn(f"gpu {number}", f"{up} of {number_of_links} NVLinks are up", fix)
-    if wanted and links and not most:
-        yield fail("NVLink", f"no GPU has a link that is up, but {profile.name if profile else ''} has NVLink", fix)
+        if own_gpus is None or number in own_gpus:
+            yield from _check_links(f"gpu {number}", up, number_of_links, most, wanted=wanted is not None)
+    if wanted is not None and links and not most:
+        yield fail("NVLink", f"no GPU has a link that is up, but {wanted} has NVLink", LINK_FIX)
     elif most and all(up == most == number_of_links for up, number_of_links in links):
         yield ok("NVLink", f"{most} links of each GPU are up")
     elif not links:
         yield skip("NVLink", "nvidia-smi lists no links")
+
+
+LINK_FIX = "reset the GPUs, restart nvidia-fabricmanager; a link that stays down: replace GPU or bridge"
+
+
+def _check_links(name: str, up: int, links: int, most: int, *, wanted: bool) -> Iterator[Finding]:
+    if up < most:
+        verdict = fail if wanted else warn
+        yield verdict(name, f"{up} of {links} NVLinks are up, {most} on another GPU", LINK_FIX)
+    elif wanted and up < links:
+        yield warn(name, f"{up} of {links} NVLinks are up", LINK_FIX)
 
 
 KERNEL_LOG = Path("/dev/kmsg")

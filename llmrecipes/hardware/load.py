@@ -170,24 +170,44 @@ def check_kubernetes(kubernetes: Kubernetes) -> Iterator[Problem]:
             yield Problem(
                 f"kubernetes.annotations.{key}", "is set by submit", f"annotations must not begin with {RESERVED}"
             )
+    yield from _tolerations(kubernetes)
+    yield from _volumes(kubernetes)
+    yield from _claims(kubernetes)
+    yield from _sidecars(kubernetes)
+    for key in kubernetes.patch:
+        if key not in PATCHED:
+            rule = "a patch may contain metadata and spec of the pod template only"
+            yield Problem(f"kubernetes.patch.{key}", "not part of a pod template", rule)
+
+
+def _tolerations(kubernetes: Kubernetes) -> Iterator[Problem]:
     for number, toleration in enumerate(kubernetes.tolerations):
         if (toleration.operator == "Equal") != (toleration.value is not None):
             rule = "value is only used with the operator Equal"
             yield Problem(f"kubernetes.tolerations.{number}.value", f"with {toleration.operator}", rule)
         elif toleration.key is None and toleration.operator == "Equal":
             yield Problem(f"kubernetes.tolerations.{number}.key", "missing", "the operator Equal needs a key")
+
+
+def _volumes(kubernetes: Kubernetes) -> Iterator[Problem]:
     for number, volume in enumerate(kubernetes.volumes):
         sources = [name for name in ("host_path", "claim", "empty_dir") if getattr(volume, name) is not None]
         yield from _one_of(f"kubernetes.volumes.{number}", sources, "host_path, claim and empty_dir")
-    for number, claim in enumerate(kubernetes.resource_claims):
-        sources = [name for name in ("template", "claim") if getattr(claim, name) is not None]
-        yield from _one_of(f"kubernetes.resource_claims.{number}", sources, "template and claim")
     yield from _unique("kubernetes.volumes", "name", (volume.name for volume in kubernetes.volumes), VOLUMES)
     paths = (volume.mount_path for volume in kubernetes.volumes if volume.mount_path is not None)
     yield from _unique("kubernetes.volumes", "mount_path", paths, MOUNTS)
+
+
+def _claims(kubernetes: Kubernetes) -> Iterator[Problem]:
+    for number, claim in enumerate(kubernetes.resource_claims):
+        sources = [name for name in ("template", "claim") if getattr(claim, name) is not None]
+        yield from _one_of(f"kubernetes.resource_claims.{number}", sources, "template and claim")
     claims = (claim.name for claim in kubernetes.resource_claims)
     taken = frozenset({CHANNEL}) if kubernetes.compute_domain else frozenset[str]()
     yield from _unique("kubernetes.resource_claims", "name", claims, taken)
+
+
+def _sidecars(kubernetes: Kubernetes) -> Iterator[Problem]:
     for number, sidecar in enumerate(kubernetes.sidecars):
         for key in ("name", "image"):
             if not isinstance(sidecar.get(key), str):
@@ -200,10 +220,6 @@ def check_kubernetes(kubernetes: Kubernetes) -> Iterator[Problem]:
     yield from _unique(
         "kubernetes.sidecars", "name", (str(sidecar.get("name")) for sidecar in kubernetes.sidecars), CONTAINERS
     )
-    for key in kubernetes.patch:
-        if key not in PATCHED:
-            rule = "a patch may contain metadata and spec of the pod template only"
-            yield Problem(f"kubernetes.patch.{key}", "not part of a pod template", rule)
 
 
 def _one_of(key: str, sources: list[str], rule: str) -> Iterator[Problem]:
