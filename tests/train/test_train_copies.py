@@ -181,6 +181,7 @@ def test_a_run_of_another_recipe_is_not_continued(machines: Elsewhere, capfd: py
     require_message(capfd.readouterr().err, "s3://runs/copied/other", rule="optimizer.lr")
 
 
+@pytest.mark.rotating
 def test_a_damaged_copy_is_passed_over(machines: Elsewhere, capfd: pytest.CaptureFixture[str]) -> None:
     assert machines.train("one", "damaged") == 0
     *_, before, _ = copies("damaged")  # a checkpoint may have been left out
@@ -197,6 +198,7 @@ def test_a_damaged_copy_is_passed_over(machines: Elsewhere, capfd: pytest.Captur
     require_same(there, machines.directory("one", "damaged"))
 
 
+@pytest.mark.rotating
 def test_a_history_that_is_moved_aside_has_no_copies(machines: Elsewhere) -> None:
     assert machines.train("one", "again") == 0
     assert copies("again")[-1] == STEPS
@@ -209,6 +211,7 @@ def lines_of(run_dir: Path) -> str:
     return (run_dir / "checkpoints/step-00000004/manifest.json").read_text()
 
 
+@pytest.mark.rotating
 def test_a_checkpoint_is_left_out_while_one_is_copied(machines: Elsewhere, proxy: Proxy) -> None:
     """The last one never is."""
     proxy.fault = slow_until_saved(machines.directory("one", "slow"))
