@@ -284,6 +284,13 @@ class Checkpoint(Section):
     non_persistent_local_ckpt_dir: Annotated[str | None, OnlyWith("non_persistent_save_interval")] = None
     """Folder for local checkpoints on a disk of each node; `{node}` is replaced by the node's number."""
 
+    def of_short_run(self, save_interval: int) -> Checkpoint:
+        """For a run that nobody goes on with: nothing is kept for long, copied or exported."""
+        unused = ("keep_interval", "keep_best", "also_export", "also_export_interval", "copy_to",
+                  "non_persistent_save_interval", "non_persistent_local_ckpt_dir")  # fmt: skip
+        defaults = {name: type(self).model_fields[name].default for name in unused}
+        return self.model_copy(update={**defaults, "save_interval": save_interval})
+
 
 class Tracking(Section):
     """Where metrics go besides metrics.jsonl, which is always written."""

@@ -126,9 +126,6 @@ def range_recipe(recipe: Recipe, low: float, high: float, steps: int) -> Recipe:
     if steps < LEAST_POINTS:
         raise UserError(f"{steps}", where="--steps", rule=f"at least {LEAST_POINTS}", fix="--steps 100")
     tracking = dict.fromkeys(declared(type(recipe.tracking), MetricSink), False)
-    kept = {"keep_interval": None, "keep_best": False, "non_persistent_save_interval": None,
-            "non_persistent_local_ckpt_dir": None, "also_export": None, "also_export_interval": None,
-            "copy_to": None}  # fmt: skip
     defaults = type(recipe.tracking)()
     off = {name: getattr(defaults, name) for name in type(recipe.tracking).model_fields if name != "experiment"}
     sweep = recipe.model_copy(
@@ -143,7 +140,7 @@ def range_recipe(recipe: Recipe, low: float, high: float, steps: int) -> Recipe:
                 lr_decay_style="constant", lr_warmup_iters=steps - 1, lr_warmup_init=low,
                 lr_warmup_style="exponential", lr_decay_iters=steps,
             ),
-            "checkpoint": recipe.checkpoint.model_copy(update={**kept, "save_interval": steps, "async_save": False}),
+            "checkpoint": recipe.checkpoint.of_short_run(steps).model_copy(update={"async_save": False}),
             "faults": recipe.faults.without_spikes().model_copy(update={"rerun_mode": "disabled"}),
             "tracking": recipe.tracking.model_copy(update={**off, **tracking}),
             "search": None,

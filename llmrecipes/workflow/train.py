@@ -322,14 +322,6 @@ def one_batch_recipe(recipe: Recipe) -> Recipe:
             "scheduler": recipe.scheduler.model_copy(
                 update={"lr_decay_style": "constant", "lr_warmup_iters": min(10, iters - 1), "lr_decay_iters": None}
             ),
-            "checkpoint": recipe.checkpoint.model_copy(
-                update={
-                    "save_interval": iters,
-                    "keep_best": False,
-                    "also_export": None,
-                    "also_export_interval": None,
-                    "copy_to": None,
-                }
-            ),
+            "checkpoint": recipe.checkpoint.of_short_run(iters),
         }
     )

@@ -18,7 +18,6 @@ from llmrecipes.recipe.rules.optimizer_rules import small
 from llmrecipes.recipe.rules.preference_rules import rehearsed_chat
 from llmrecipes.recipe.rules.recipe_rules import MIN_BPE_VOCAB
 from llmrecipes.recipe.schema import (
-    Checkpoint,
     Data,
     LayoutKeys,
     Lora,
@@ -244,7 +243,6 @@ def _even(width: float, limit: int) -> int:
 
 
 SUFFIX, ITERS = "-smoke", 20
-NOT_IN_REHEARSALS = [key for key in Checkpoint.model_fields if key.split("_")[0] in ("keep", "non", "also", "copy")]
 # Elements: of a reduction, of what ZeRO-3 gathers at a time, and of parameters that it leaves whole.
 MAX_BUCKET = 1_000_000
 MAX_GATHERED = 100_000
@@ -278,7 +276,7 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
             "optimizer": small(recipe.optimizer, model),
             "scheduler": _scheduler(recipe.scheduler, recipe.train.train_iters),
             "data": _data(recipe.data, model),
-            "checkpoint": _checkpoint(recipe.checkpoint),
+            "checkpoint": recipe.checkpoint.of_short_run(ITERS // 2),
             "faults": recipe.faults.without_spikes(),  # too short for one, and with other checkpoints
             "tracking": _tracking(recipe.tracking),
             "lora": recipe.lora and _lora(recipe.lora),
@@ -376,11 +374,6 @@ def _data(data: Data, model: Model) -> Data:
             "num_workers": min(data.num_workers, 1),
         }
     )
-
-
-def _checkpoint(checkpoint: Checkpoint) -> Checkpoint:
-    unused = {name: type(checkpoint).model_fields[name].default for name in NOT_IN_REHEARSALS}
-    return checkpoint.model_copy(update={**unused, "save_interval": ITERS // 2})
 
 
 def _tracking(tracking: Tracking) -> Tracking:
