@@ -38,11 +38,11 @@ def shown(tensors: Mapping[str, Held], path: Path, *, block: tuple[int, int]) ->
     Raises:
         UserError: a matrix without its scales, or with others than its blocks need.
     """
-    found = dict(tensors)
+    readable = dict(tensors)
     for name, held in tensors.items():
         if held.dtype != _STORED:
             continue
-        scales = found.pop(name + SCALES, None)
+        scales = readable.pop(name + SCALES, None)
         needed = tuple(-(-length // side) for length, side in zip(held.shape, block, strict=False))
         if scales is None or len(held.shape) != len(block) or (scales.dtype, scales.shape) != ("F32", needed):
             shape = f"{scales.dtype} {list(scales.shape)}" if scales else "missing"
@@ -52,8 +52,8 @@ def shown(tensors: Mapping[str, Held], path: Path, *, block: tuple[int, int]) ->
                 rule=f"a matrix in fp8 needs a scale in F32 for each block of {block[0]} × {block[1]}",
                 fix="download the complete model again",
             )
-        found[name] = replace(held, dtype="BF16", scales=scales.file, unpack=partial(read, block=block))
-    return found
+        readable[name] = replace(held, dtype="BF16", scales=scales.file, unpack=partial(read, block=block))
+    return readable
 
 
 def read(name: str, held: Held, raw: Raw, place: tuple[slice, ...], *, block: tuple[int, int]) -> torch.Tensor:

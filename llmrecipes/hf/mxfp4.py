@@ -37,12 +37,12 @@ def shown(tensors: Mapping[str, Held], path: Path) -> dict[str, Held]:
     Raises:
         UserError: blocks without their scales, or of other shapes.
     """
-    found = dict(tensors)
+    readable = dict(tensors)
     for name in tensors:
         if not name.endswith(BLOCKS):
             continue
         whole = name.removesuffix(BLOCKS)
-        blocks, scales = found.pop(name), found.pop(whole + SCALES, None)
+        blocks, scales = readable.pop(name), readable.pop(whole + SCALES, None)
         if (
             scales is None
             or (blocks.dtype, scales.dtype) != ("U8", "U8")
@@ -57,8 +57,8 @@ def shown(tensors: Mapping[str, Held], path: Path) -> dict[str, Held]:
             )
         experts, rows, groups, _ = blocks.shape
         shape = (experts, groups * GROUP, rows)
-        found[whole] = replace(blocks, dtype="BF16", shape=shape, scales=scales.file, unpack=read)
-    return found
+        readable[whole] = replace(blocks, dtype="BF16", shape=shape, scales=scales.file, unpack=read)
+    return readable
 
 
 def read(name: str, held: Held, raw: Raw, place: tuple[slice, ...]) -> torch.Tensor:

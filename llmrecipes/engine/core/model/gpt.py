@@ -485,7 +485,7 @@ def _chunk(plan: Plan, config: TransformerConfig, implementation: Any, stage: in
 
 
 def _correct(module: RecipeModel) -> None:
-    """Correct what megatron-core says of parameters of its own layers."""
+    """Set attributes of parameters that megatron-core leaves out or sets wrongly."""
     for part in module.modules():
         if isinstance(offset := getattr(part, "softmax_offset", None), torch.nn.Parameter):
             # It leaves out the mark, without which only the first rank's sinks are in the gradient norm.
