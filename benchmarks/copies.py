@@ -51,7 +51,7 @@ def rank_main(rank: int, url: str, folder: Path, pipe: Connection) -> None:
 
     files = read_manifest(folder).files
     names = own_share(files, rank, RANKS)
-    RemoteCheckpoints(url, "warm/up").steps()  # imports what it needs
+    RemoteCheckpoints(url, "warm/up").copies()  # imports what it needs
     pipe.send(0)
     while (asked := pipe.recv()) is not None:
         what, run, target = asked
@@ -62,7 +62,7 @@ def rank_main(rank: int, url: str, folder: Path, pipe: Connection) -> None:
             if rank == 0:
                 remote.announce(folder, lambda: False)
         else:
-            remote.fetch(STEP, names, files, target)
+            remote.fetch(remote.copies()[STEP], {name: files[name] for name in names}, target)
         pipe.send(peak_memory() - before)
 
 

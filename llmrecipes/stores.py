@@ -106,11 +106,11 @@ def find(url: str, suffixes: tuple[str, ...], where: str) -> list[StoreFile]:
     return sorted(files, key=lambda file: file.url)
 
 
-def file_system(url: str, where: str, *, anew: bool = False) -> tuple[Any, str]:
+def file_system(url: str, where: str, *, fresh: bool = False) -> tuple[Any, str]:
     """The store of a URL, of fsspec, and the path in it; some connect here already.
 
     Args:
-        anew: read the credentials again.
+        fresh: with a new client, which reads the credentials again.
 
     Raises:
         UserError: as `find`.
@@ -119,9 +119,9 @@ def file_system(url: str, where: str, *, anew: bool = False) -> tuple[Any, str]:
 
     scheme = urlsplit(url).scheme
 
-    def opened() -> tuple[Any, str]:
+    def ask() -> tuple[Any, str]:
         try:
-            found: tuple[Any, str] = fsspec.core.url_to_fs(url, **({"skip_instance_cache": True} if anew else {}))
+            opened: tuple[Any, str] = fsspec.core.url_to_fs(url, skip_instance_cache=fresh)
         except (ImportError, ValueError) as error:
             # Releases of s3fs and gcsfs go with the release of fsspec that has their version.
             package = {"s3": "s3fs", "gs": "gcsfs"}.get(scheme)
@@ -138,9 +138,9 @@ def file_system(url: str, where: str, *, anew: bool = False) -> tuple[Any, str]:
                 rule="a URL names a store such as s3://, gs://, az://, hf:// or https://",
                 fix="use such a URL, or a local path",
             ) from error
-        return found
+        return opened
 
-    return patiently(opened, url)
+    return patiently(ask, url)
 
 
 def _walk(fs: Any, folder: str) -> Iterator[dict[str, Any]]:

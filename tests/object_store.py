@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import http.client
+import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
 import pytest
@@ -28,16 +27,16 @@ def give_up_after(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 
 @contextmanager
-def s3_server(monkeypatch: pytest.MonkeyPatch, port: int, *buckets: str) -> Iterator[Any]:
-    """A server with credentials for it in the environment; its file system, of s3fs."""
+def s3_server(monkeypatch: pytest.MonkeyPatch, bucket: str) -> Iterator[int]:
+    """Port of a server with a bucket, with credentials for it in the environment."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
     server = subprocess.Popen([sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(port)])
     try:
         credentials(monkeypatch, port)
         fsspec.get_filesystem_class("s3").clear_instance_cache()
-        store = fsspec.filesystem("s3")
-        for bucket in buckets:
-            stores.patiently(lambda bucket=bucket: store.mkdir(bucket), f"s3://{bucket}")  # type: ignore[misc]
-        yield store
+        stores.patiently(lambda: fsspec.filesystem("s3").mkdir(bucket), f"s3://{bucket}")
+        yield port
     finally:
         server.kill()
         server.wait()
@@ -128,11 +127,3 @@ def first(number: int, fault: int | str, of: str = "PUT") -> Callable[[str, str]
             return fault
 
     return at
-
-
-def until(condition: Callable[[], bool], seconds: float = 120) -> None:
-    """Wait for a condition."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)

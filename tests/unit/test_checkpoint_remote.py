@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,13 +25,9 @@ URL, RUN = "s3://runs/folder with a space", "gpt/a"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+def server() -> Iterator[int]:
     """Port of the server, which has an empty bucket."""
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-    with pytest.MonkeyPatch.context() as patch, s3_server(patch, port, "runs"):
+    with pytest.MonkeyPatch.context() as patch, s3_server(patch, "runs") as port:
         yield port
 
 
@@ -53,12 +50,12 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "checkpoints")
 
 
-def saved(store: CheckpointStore, step: int, loss: float | None = None) -> Path:
+def saved(store: CheckpointStore, step: int, loss: float | None = None, offset: int = 0) -> Path:
     """A checkpoint of three ranks, in files of which one is in a folder."""
     temporary = store.temporary(step)
     (temporary / "folder").mkdir()
     for number in range(RANKS):
-        (temporary / f"__{number}_0.distcp").write_bytes(bytes([number, step]) * 50_000)
+        (temporary / f"__{number}_0.distcp").write_bytes(bytes([number, step + offset]) * 50_000)
     (temporary / "folder" / "index.bin").write_bytes(b"index")
     info = CheckpointInfo(
         step=step,
@@ -89,10 +86,12 @@ def copied(folder: Path) -> RemoteCheckpoints:
 
 def fetched(remote: RemoteCheckpoints, step: int, store: CheckpointStore) -> Path:
     """Fetch a copy into a store."""
-    manifest, content = remote.manifest(step)
+    folder = remote.copies()[step]
+    manifest, content = remote.manifest(folder)
     temporary = store.temporary(step, "copy")
     for rank in range(RANKS):
-        remote.fetch(step, own_share(manifest.files, rank, RANKS), manifest.files, temporary)
+        names = own_share(manifest.files, rank, RANKS)
+        remote.fetch(folder, {name: manifest.files[name] for name in names}, temporary)
     store.adopt(temporary, content, step)
     return store.path(step)
 
@@ -107,14 +106,14 @@ def require_same(one: Path, other: Path) -> None:
 def test_a_copy_is_none_before_all_of_it_is_there(store: CheckpointStore, tmp_path: Path) -> None:
     folder = saved(store, 10)
     remote = RemoteCheckpoints(URL, RUN)
-    assert remote.steps() == []
+    assert list(remote.copies()) == []
     files = read_manifest(folder).files
     remote.upload(folder, own_share(files, 0, RANKS))
     missing = own_share(files, 1, RANKS)
     with refused(remote.url) as caught:
         remote.announce(folder, lambda: True)
-    assert missing[0] in str(caught.value) and remote.steps() == []
-    assert copied(folder).steps() == [10]
+    assert missing[0] in str(caught.value) and list(remote.copies()) == []
+    assert list(copied(folder).copies()) == [10]
     require_same(fetched(remote, 10, CheckpointStore(tmp_path / "elsewhere")), folder)
 
 
@@ -171,13 +170,13 @@ def test_a_store_that_does_not_take_it_is_one_message_in_time(
     with refused(remote.url):
         remote.announce(folder, lambda: False)
     proxy.fault = first(0, 0)
-    assert RemoteCheckpoints(URL, RUN).steps() == []
+    assert list(RemoteCheckpoints(URL, RUN).copies()) == []
 
 
 @pytest.mark.usefixtures("proxy")
 def test_a_bucket_that_is_not_there_is_one_message(store: CheckpointStore) -> None:
     remote = RemoteCheckpoints("s3://none", RUN)
-    assert remote.steps() == []
+    assert list(remote.copies()) == []
     with refused(remote.url):
         remote.upload(saved(store, 10), ["__0_0.distcp"])
 
@@ -186,7 +185,7 @@ def test_a_bucket_that_is_not_there_is_one_message(store: CheckpointStore) -> No
 def test_a_damaged_copy_is_not_fetched(damage: str, proxy: Proxy, store: CheckpointStore, tmp_path: Path) -> None:
     remote = copied(saved(store, 10))
     s3: Any = fsspec.filesystem("s3", skip_instance_cache=True)
-    file = f"runs/folder with a space/{RUN}/step-00000010/__1_0.distcp"
+    file = f"runs/folder with a space/{RUN}/{remote.copies()[10]}/__1_0.distcp"
     content = s3.cat_file(file)
     manifest = file.replace("__1_0.distcp", MANIFEST_NAME)
     if damage == "changed":
@@ -198,7 +197,7 @@ def test_a_damaged_copy_is_not_fetched(damage: str, proxy: Proxy, store: Checkpo
     else:
         s3.pipe_file(manifest, s3.cat_file(manifest).replace(b'"step": 10', b'"step": 11'))
     elsewhere = CheckpointStore(tmp_path / "elsewhere")
-    with refused("step-00000010"):
+    with refused(f"{remote.url}/{remote.copies()[10]}"):
         fetched(remote, 10, elsewhere)
     assert elsewhere.entries() == []
 
@@ -209,18 +208,46 @@ def test_old_copies_go_as_checkpoints_do(proxy: Proxy, store: CheckpointStore) -
     proxy.asked.clear()
     assert remote.prune(2, 15, keep_best=True, before=25) == [5]
     deleted = [path for method, path in proxy.asked if method in ("DELETE", "POST")]
-    assert deleted[0].endswith(f"step-00000005/{MANIFEST_NAME}")  # first: a copy that is half gone is none
-    assert remote.steps() == [10, 15, 20, 25]
+    assert re.search(f"step-00000005-[0-9a-f]+/{MANIFEST_NAME}", deleted[0])  # first: a copy that is half gone is none
+    assert list(remote.copies()) == [10, 15, 20, 25]
     assert remote.prune(2, None, keep_best=False, before=25) == [10, 15]
 
 
 @pytest.mark.usefixtures("proxy")
-def test_a_copy_that_does_not_fit_is_not_begun(
-    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    remote = copied(saved(store, 10))
-    monkeypatch.setattr(remote_module.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
-    elsewhere = CheckpointStore(tmp_path / "elsewhere")
-    with refused(str(elsewhere.directory)):
-        fetched(remote, 10, elsewhere)
-    assert not list(elsewhere.directory.rglob("*.distcp"))
+def test_a_step_that_is_saved_again_does_not_mix_with_what_was_there(store: CheckpointStore, tmp_path: Path) -> None:
+    """Files have the sizes of before: a run has gone back, and its first attempt was copied, or uploaded in part."""
+    first_time = saved(store, 10)
+    remote = copied(first_time)
+    store.withdraw(5)
+    again = saved(store, 10, offset=1)
+    remote.upload(again, own_share(read_manifest(again).files, 0, RANKS))
+    with refused(remote.url):
+        remote.announce(again, lambda: True)
+    assert list(remote.copies()) == [10], "the earlier one stays until the later one is complete"
+    copied(again)
+    require_same(fetched(remote, 10, CheckpointStore(tmp_path / "elsewhere")), again)
+
+
+@pytest.mark.usefixtures("proxy")
+def test_what_a_killed_upload_has_left_is_deleted_with_old_copies(store: CheckpointStore) -> None:
+    remote = RemoteCheckpoints(URL, RUN)
+    remote.upload(saved(store, 5), ["__0_0.distcp"])
+    copied(saved(store, 10))
+    remote.prune(2, None, keep_best=False, before=10)
+    s3 = fsspec.filesystem("s3", skip_instance_cache=True)
+    assert [Path(path).name for path in s3.ls(f"runs/folder with a space/{RUN}")] == [remote.copies()[10]]
+
+
+@pytest.mark.usefixtures("proxy")
+def test_copies_go_as_their_run_goes_back(store: CheckpointStore) -> None:
+    for step in (5, 10, 15):
+        remote = copied(saved(store, step))
+    remote.delete_after(10)
+    assert list(remote.copies()) == [5, 10]
+    remote.set_aside()
+    assert not remote.copies()
+    copied(saved(store, 20))
+    remote.prune(2, None, keep_best=False, before=20)
+    s3 = fsspec.filesystem("s3", skip_instance_cache=True)
+    aside = s3.glob(f"runs/folder with a space/{RUN}/step-0000001*/__0_0.distcp")
+    assert len(aside) == 1, "what is set aside is not deleted"

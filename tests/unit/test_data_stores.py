@@ -168,10 +168,11 @@ def test_what_a_store_refuses_is_one_message(corpus: Path, monkeypatch: pytest.M
 
 
 @pytest.fixture
-def s3(corpus: Path, monkeypatch: pytest.MonkeyPatch, unused_port: int) -> Iterator[type]:
+def s3(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
     """A server that has the corpus in `s3://corpus/web/`, with its credentials in the environment. The class of the
     file system, through which s3fs forgets credentials that are gone."""
-    with s3_server(monkeypatch, unused_port, "corpus") as store:
+    with s3_server(monkeypatch, "corpus"):
+        store = fsspec.filesystem("s3")
         store.put(f"{corpus}/", "corpus/web/", recursive=True)
         yield type(store)
 

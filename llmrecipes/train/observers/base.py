@@ -79,9 +79,6 @@ class Observer:
         """
         return True
 
-    takes_part = False
-    """Whether `take` is to be called, which takes a message to all ranks for each checkpoint."""
-
     def saved(self, step: int) -> bool:
         """A checkpoint is published: on the first rank, by the saver's thread, before older ones are deleted.
 
@@ -139,8 +136,8 @@ class Observers(tuple[Observer, ...]):
 
     @property
     def shared(self) -> Callable[[int, list[bool]], None] | None:
-        """What calls `Observer.take` on a rank; None: nothing takes part."""
-        return self._take if any(each.takes_part for each in self) else None
+        """What calls `Observer.take` on a rank; None: no observer has it, and no message to the ranks is needed."""
+        return self._take if any(type(each).take is not Observer.take for each in self) else None
 
     def _take(self, step: int, wanted: list[bool]) -> None:
         for each, is_wanted in zip(self, wanted, strict=True):

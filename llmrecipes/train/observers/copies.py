@@ -8,7 +8,7 @@ import threading
 import time
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import cast
+from typing import Any, cast
 
 from llmrecipes.checkpoint.manifest import InvalidCheckpoint, read_manifest
 from llmrecipes.checkpoint.rank_groups import own_share
@@ -35,8 +35,6 @@ class Copies(Observer):
     A checkpoint that is saved while an earlier one is still being copied is left out; the last one of a run never is.
     """
 
-    takes_part = True
-
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
         self._recipe = spec.recipe
@@ -46,6 +44,7 @@ class Copies(Observer):
         self._gives_up = threading.Event()
         self._notes: SimpleQueue[Note] = SimpleQueue()
         self._copied = -1
+        self._went_back_to: int | None = None
         self._left_out: list[int] = []
         self._has_begun = False
 
@@ -91,10 +90,15 @@ class Copies(Observer):
         self._tell()
 
     def rewind(self) -> None:
-        """Copies of later steps than the one that the run goes back to are none from now on."""
+        """Delete the copies of later steps than the one that the run goes back to."""
         self._end()
         if self.loop.world.is_first:
-            self._withdraw(max((entry.step for entry in self.joined.store.entries()), default=0))
+            self._went_back_to = max((entry.step for entry in self.joined.store.entries()), default=0)
+            self._copied = min(self._copied, self._went_back_to)
+            try:
+                self._delete_later(RemoteCheckpoints(self._url, self._run.name))
+            except UserError as error:
+                self._notes.put(_failed(self._went_back_to, f"copies of later steps are deleted later: {error}"))
 
     def end(self) -> None:
         """Of a run that is stopped, begin to copy the last checkpoint; a collective of all ranks."""
@@ -130,15 +134,16 @@ class Copies(Observer):
         try:
             remote = RemoteCheckpoints(self._url, self._run.name)
             remote.put_beside(self._run.path / RECIPE)
-            if self._spec.from_scratch or self._spec.from_best:
-                self._withdraw(own)
-            steps = remote.steps()
+            if self._spec.from_best:
+                self._went_back_to = own
+                self._delete_later(remote)
+            copies = remote.copies()
         except UserError as error:
-            if not own:
+            if not own or self._spec.from_best:
                 return error
             self._notes.put(_failed(own, str(error)))
             return None
-        if own == 0 or own in steps:
+        if own == 0 or own in copies:
             self._copied = own
             return None
         store.copying.add(own)
@@ -149,32 +154,22 @@ class Copies(Observer):
         group = self.joined.group
         began = time.monotonic()
         try:
-            folder = self.joined.store.path(step)
-            manifest = read_manifest(folder)
+            checkpoint = self.joined.store.path(step)
+            manifest = read_manifest(checkpoint)
             remote = RemoteCheckpoints(self._url, self._run.name)
-            remote.upload(folder, own_share(manifest.files, group.rank, group.size))
+            if group.rank == 0:
+                self._delete_later(remote)
+            remote.upload(checkpoint, own_share(manifest.files, group.rank, group.size))
             if group.rank != 0:
                 return
             for name in BESIDE:
-                self._put_beside(remote, name)
-            remote.announce(folder, gives_up.is_set)
+                self._upload_as_it_is(remote, name)
+            remote.announce(checkpoint, gives_up.is_set)
             if gives_up.is_set():  # the run went back meanwhile
-                remote.withdraw(step)
+                remote.delete_after(step - 1)
                 return
             self._copied = step
-            left_out, self._left_out = self._left_out, []
-            self._notes.put(
-                Note(
-                    step=step,
-                    event="checkpoint_copied",
-                    details={
-                        "url": f"{remote.url}/{folder.name}",
-                        "seconds": round(time.monotonic() - began, 3),
-                        "bytes": manifest.size,
-                    }
-                    | ({"left_out": left_out} if left_out else {}),
-                )
-            )
+            self._notes.put(self._copied_note(step, remote.url, time.monotonic() - began, manifest.size))
             keep = self._recipe.checkpoint
             remote.prune(keep.most_recent_k, keep.keep_interval, keep_best=keep.keep_best, before=step)
         except (UserError, OSError, InvalidCheckpoint) as error:
@@ -185,7 +180,14 @@ class Copies(Observer):
         finally:
             self.joined.store.copying.discard(step)
 
-    def _put_beside(self, remote: RemoteCheckpoints, name: str) -> None:
+    def _copied_note(self, step: int, url: str, seconds: float, size: int) -> Note:
+        details: dict[str, Any] = {"url": url, "seconds": round(seconds, 3), "bytes": size}
+        if self._left_out:
+            details["left_out"] = self._left_out
+            self._left_out = []
+        return Note(step=step, event="checkpoint_copied", details=details)
+
+    def _upload_as_it_is(self, remote: RemoteCheckpoints, name: str) -> None:
         """Upload a file of the run as it is now: it grows meanwhile."""
         snapshot = self._run.logs / "copied" / name
         if (self._run.path / name).exists():
@@ -193,16 +195,11 @@ class Copies(Observer):
             shutil.copyfile(self._run.path / name, snapshot)
             remote.put_beside(snapshot)
 
-    def _withdraw(self, after: int) -> None:
-        """Copies of steps after this one are none from now on; an error is an alarm."""
-        try:
-            remote = RemoteCheckpoints(self._url, self._run.name)
-            for step in remote.steps():
-                if step > after:
-                    remote.withdraw(step)
-        except UserError as error:
-            self._notes.put(_failed(after, f"copies of later steps could not be withdrawn: {error}"))
-        self._copied = min(self._copied, after)
+    def _delete_later(self, remote: RemoteCheckpoints) -> None:
+        """Delete the copies of what the run has gone back from, if that is still to be done."""
+        if (step := self._went_back_to) is not None:
+            remote.delete_after(step)
+            self._went_back_to = None
 
     def _tell(self) -> None:
         with suppress(Empty):
