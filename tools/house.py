@@ -40,7 +40,7 @@ CODE_BUDGET = {
     "scaling": 400,
     "search": 2499,
     "tracking": 2539,
-    "train": 3248,
+    "train": 3281,
     "verify": 650,
     "workflow": 3735,
 }

@@ -22,7 +22,7 @@ from llmrecipes.data.steps.split import Split
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe, Scheduler
 from llmrecipes.recipe.sections.source import Curriculum
-from llmrecipes.workflow.run import require_accepted
+from llmrecipes.train.changed_steps import require_accepted
 from tests.refusals import refused
 from tests.unit.data_recipes import corpus, recipe
 
@@ -178,19 +178,18 @@ def test_conversations_have_no_curriculum() -> None:
 
 
 def test_another_number_of_steps_is_another_order_which_a_resumed_run_accepts(
-    plain: tuple[Recipe, Prepared], tmp_path: Path
+    plain: tuple[Recipe, Prepared],
 ) -> None:
     constant = plain[0].model_copy(update={"scheduler": Scheduler(lr_decay_style="constant")})
     then, prepared = ordered((constant, plain[1]), score="length")
     now = then.model_copy(update={"train": then.train.model_copy(update={"train_iters": 33})})
     first, second = samples(then, prepared), samples(now, prepare(now, prepared.path.parent, workers=1))
     assert second[: len(first)] != first
-    places: Any = {"run_dir": tmp_path}
-    with refused(tmp_path, rule=("30", "train.train_iters=30")):
-        require_accepted(now, then, 5, **places, accept=False)
-    require_accepted(now, then, 5, **places, accept=True)
+    with refused("runs/a", rule=("30", "train.train_iters=30")):
+        require_accepted(now, then, 5, where="runs/a", accept=False)
+    require_accepted(now, then, 5, where="runs/a", accept=True)
     shuffled = (each.model_copy(update={"data": constant.data}) for each in (now, then))
-    require_accepted(next(shuffled), next(shuffled), 5, **places, accept=False)
+    require_accepted(next(shuffled), next(shuffled), 5, where="runs/a", accept=False)
 
 
 def test_losses_belong_to_texts_and_a_run_needs_their_folder_no_more(
