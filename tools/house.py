@@ -40,9 +40,9 @@ CODE_BUDGET = {
     "scaling": 400,
     "search": 2499,
     "tracking": 2539,
-    "train": 3281,
+    "train": 3284,
     "verify": 650,
-    "workflow": 3735,
+    "workflow": 3690,
 }
 """Most lines of code of each package; `.` are the modules beside the packages. Whoever needs more removes something, or
 raises the number and says in the commit why."""

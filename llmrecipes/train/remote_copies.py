@@ -14,7 +14,9 @@ from llmrecipes.checkpoint.rank_groups import Ranks, own_share
 from llmrecipes.checkpoint.remote import KEY, RemoteCheckpoints
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.errors import UserError
+from llmrecipes.recipe.schema import Recipe
 from llmrecipes.runfiles import METRICS, REWINDS
+from llmrecipes.train.changed_steps import require_accepted
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.units import gib
 
@@ -93,7 +95,10 @@ def _later(spec: RunSpec, store: CheckpointStore) -> Iterator[_Later | UserError
             _not_used(step, error)
             continue
         try:
-            require_compatible(spec.recipe.model_dump(mode="json"), manifest.recipe or {}, where=remote.url)
+            then = manifest.recipe or {}
+            require_compatible(spec.recipe.model_dump(mode="json"), then, where=remote.url)
+            accept = spec.accept_changes
+            require_accepted(spec.recipe, Recipe.model_validate(then), step, where=remote.url, accept=accept)
         except UserError as error:
             yield error
             return

@@ -174,6 +174,12 @@ def test_a_run_of_another_recipe_is_not_continued(machines: Elsewhere, capfd: py
     capfd.readouterr()
     assert machines.train("two", "other", "optimizer.lr=0.5") == 2
     require_message(capfd.readouterr().err, "s3://runs/copied/other", rule="optimizer.lr")
+    assert machines.train("two", "other", "train.train_iters=20") == 2
+    require_message(
+        capfd.readouterr().err, "s3://runs/copied/other", rule=("scheduler.lr_decay_iters", "--accept-changes")
+    )
+    assert machines.train("two", "other", "train.train_iters=20", "--accept-changes") == 0
+    assert steps(machines.directory("two", "other")) == 20
 
 
 @pytest.mark.rotating
