@@ -9,7 +9,7 @@ Lines differ by dashes as well as by colours, and every picture has its numbers 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -111,39 +111,12 @@ def curves(title: str, lines: Sequence[Line], *, unit: str = "", along: str = "s
     left, right = float(across.min()), float(across.max())
     scale = _VerticalAxis.of(finite)
     body = [f'<path class="grid" d="{"".join(f"M-4 {_n(scale.up(at))}H{COLUMNS + 4}" for at in scale.ticks)}"/>']
-    bad = 0
     for place, line in enumerate(lines):
-        kind = place % 6
-        dash = f' stroke-dasharray="{DASHES[kind]}"' if DASHES[kind] else ""
-        columns = _columns(line.x, left, right)
-        known = np.isfinite(line.y)
-        if known.sum() > 3 * COLUMNS:
-            middle, band = _reduced(columns[known], line.y[known], scale)
-            body.append(f'<path class="band f{kind}" d="{band}"/>')
-        else:
-            middle = _path(columns[known], [scale.up(at) for at in line.y[known]])
-        body.append(f'<path class="line s{kind}"{dash} d="{middle}"/>')
-        if line.points or known.sum() < 2:
-            dots = "".join(
-                f"M{_n(at)} {_n(scale.up(y))}h.01" for at, y in zip(columns[known], line.y[known], strict=True)
-            )
-            body.append(f'<path class="mark s{kind}" d="{dots}"/>')
-        lost = np.unique(np.round(columns[~known]))
-        bad += int((~known).sum())
-        if lost.size:
-            body.append(f'<path class="bad" d="{"".join(f"M{_n(at)} {HEIGHT}v-14" for at in lost)}"/>')
+        body += _curve(line, place % 6, _columns(line.x, left, right), scale)
     labels = "".join(
         f'<span style="top:{100 * scale.up(at) / HEIGHT:.1f}%">{text(short(at))}</span>' for at in scale.ticks
     )
-    notes = [note] if note else []
-    if scale.logarithmic:
-        notes.append("The vertical axis is logarithmic.")
-    if scale.clipped:
-        notes.append(
-            f"{scale.clipped:,} values above {short(scale.high)} are cut off; the largest is {short(scale.most)}."
-        )
-    if bad:
-        notes.append(f"{bad:,} values are not finite; they are marked by short vertical lines at the lower edge.")
+    bad = sum(int((~np.isfinite(line.y)).sum()) for line in lines)
     words = "; ".join(_words(line) for line in lines)
     name = f"{title}{f', {unit}' if unit else ''}"
     return "\n".join(
@@ -156,10 +129,41 @@ def curves(title: str, lines: Sequence[Line], *, unit: str = "", along: str = "s
             f'<div class="axis along" aria-hidden="true"><span>{text(_end(left, along))}</span>'
             f"<span>{text(along)}</span><span>{text(_end(right, along))}</span></div></div>",
             f'<p class="note">{text(words)}</p>',
-            *(f'<p class="note">{text(line)}</p>' for line in notes),
+            *(f'<p class="note">{text(line)}</p>' for line in _notes(note, scale, bad)),
             "</figure>",
         ]
     )
+
+
+def _curve(line: Line, kind: int, columns: Values, scale: _VerticalAxis) -> Iterator[str]:
+    """Paths of a curve: the values, or their middle in a band where they are many, single points, and where values are
+    not finite."""
+    known = np.isfinite(line.y)
+    if known.sum() > 3 * COLUMNS:
+        middle, band = _reduced(columns[known], line.y[known], scale)
+        yield f'<path class="band f{kind}" d="{band}"/>'
+    else:
+        middle = _path(columns[known], [scale.up(at) for at in line.y[known]])
+    dash = f' stroke-dasharray="{DASHES[kind]}"' if DASHES[kind] else ""
+    yield f'<path class="line s{kind}"{dash} d="{middle}"/>'
+    if line.points or known.sum() < 2:
+        dots = "".join(f"M{_n(at)} {_n(scale.up(y))}h.01" for at, y in zip(columns[known], line.y[known], strict=True))
+        yield f'<path class="mark s{kind}" d="{dots}"/>'
+    lost = np.unique(np.round(columns[~known]))
+    if lost.size:
+        yield f'<path class="bad" d="{"".join(f"M{_n(at)} {HEIGHT}v-14" for at in lost)}"/>'
+
+
+def _notes(note: str, scale: _VerticalAxis, bad: int) -> Iterator[str]:
+    """What is said below curves, of which `bad` values are not finite."""
+    if note:
+        yield note
+    if scale.logarithmic:
+        yield "The vertical axis is logarithmic."
+    if scale.clipped:
+        yield f"{scale.clipped:,} values above {short(scale.high)} are cut off; the largest is {short(scale.most)}."
+    if bad:
+        yield f"{bad:,} values are not finite; they are marked by short vertical lines at the lower edge."
 
 
 @dataclass(frozen=True)
@@ -308,18 +312,6 @@ def heat(
         f"from {short(low)} (faintest) to {short(high)} (strongest, {rows[where[0]]}, {along} {columns[where[1]]})"
         f"{f', {unit}' if unit else ''}"
     )
-    last = [
-        [name, *(short(value) for value in (line[0], line[-1], np.nanmin(line), np.nanmax(line)))]
-        for name, line in zip(rows, cells, strict=True)
-        if np.isfinite(line).any()
-    ]
-    table = "".join(
-        f"<tr><th scope='row'>{text(line[0])}</th>"
-        + "".join(f'<td class="number">{text(c)}</td>' for c in line[1:])
-        + "</tr>"
-        for line in last
-    )
-    head = "".join(f'<th scope="col" class="number">{name}</th>' for name in ("first", "last", "least", "most"))
     extra = f'<p class="note">{text(note)}</p>' if note else ""
     grid = f"grid-template-rows:repeat({len(rows)},minmax(0,1fr))"
     return (
@@ -329,8 +321,22 @@ def heat(
         f'preserveAspectRatio="none" role="img" aria-label="{text(f"{title}: {words}")}">{"".join(body)}</svg>\n'
         f'<div class="axis along" aria-hidden="true"><span>{text(columns[0])}</span><span>{text(along)}</span>'
         f"<span>{text(columns[-1])}</span></div></div>"
-        f'<p class="note">{text(words)}</p>{extra}<details><summary>numbers</summary><div class="scroll"><table>'
-        f"<thead><tr><td></td>{head}</tr></thead>{table}</table></div></details></figure>"
+        f'<p class="note">{text(words)}</p>{extra}{_numbers(rows, cells)}</figure>'
+    )
+
+
+def _numbers(rows: Sequence[str], cells: Values) -> str:
+    """A table of the rows of a map that have numbers, which unfolds."""
+    head = "".join(f'<th scope="col" class="number">{name}</th>' for name in ("first", "last", "least", "most"))
+    table = []
+    for name, line in zip(rows, cells, strict=True):
+        if np.isfinite(line).any():
+            values = (line[0], line[-1], np.nanmin(line), np.nanmax(line))
+            shown = "".join(f'<td class="number">{text(short(value))}</td>' for value in values)
+            table.append(f"<tr><th scope='row'>{text(name)}</th>{shown}</tr>")
+    return (
+        f'<details><summary>numbers</summary><div class="scroll"><table><thead><tr><td></td>{head}</tr></thead>'
+        f"{''.join(table)}</table></div></details>"
     )
 
 

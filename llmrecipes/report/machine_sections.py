@@ -359,21 +359,25 @@ def _examined(material: Material) -> str:
         for finding in findings
     ]
     head = ("result", "check", "what", "fix", "nodes")
-    counts = Counter(row[0] for row in rows)
-    said = ", ".join(f"{counts[name]:,} {name}" for name in ("fail", "warn", "skip", "ok") if counts[name])
-    bad = newest.get("bad_nodes")
-    left = f"; bad nodes: {', '.join(map(str, bad))}" if isinstance(bad, list) and bad else ""
     earlier = len(material.examined) - 1
     failed = sum(examination.get("ok") is False for examination in material.examined[:-1])
     before = f" Of {earlier:,} earlier checks, {failed:,} failed." if earlier else ""
-    of = number(newest.get("nodes"))
-    nodes = f", {of:,} nodes" if of is not None and of > 1 else ""
-    about = f"The doctor, {when(number(newest.get('time')))}{nodes}: {said or 'nothing'}{left}.{before}"
+    about = _in_short(newest, Counter(row[0] for row in rows)) + before
     wrong = [row for row in rows if row[0] in ("fail", "warn")]
     fine = [row for row in rows if row[0] not in ("fail", "warn")]
     shown = webpage.table(head, wrong) if wrong else ""
     folded = f"<details><summary>other checks</summary>{webpage.table(head, fine)}</details>" if fine else ""
     return f"<p>{webpage.text(about)}</p>{shown}{folded}"
+
+
+def _in_short(examination: Mapping[str, Any], counts: Counter[str]) -> str:
+    """When the doctor looked at how many nodes, the number of its findings by result, and bad nodes."""
+    said = ", ".join(f"{counts[name]:,} {name}" for name in ("fail", "warn", "skip", "ok") if counts[name])
+    bad = examination.get("bad_nodes")
+    left = f"; bad nodes: {', '.join(map(str, bad))}" if isinstance(bad, list) and bad else ""
+    of = number(examination.get("nodes"))
+    nodes = f", {of:,} nodes" if of is not None and of > 1 else ""
+    return f"The doctor, {when(number(examination.get('time')))}{nodes}: {said or 'nothing'}{left}."
 
 
 def _named(finding: Mapping[str, Any]) -> str:

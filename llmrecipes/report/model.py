@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from llmrecipes.plan.blocks import Graph, graph
 from llmrecipes.recipe.rules.recipe_rules import check
 from llmrecipes.report import charts
 from llmrecipes.report.material import Material
+from llmrecipes.report.records import Records
 from llmrecipes.report.training_sections import nothing
 from llmrecipes.tracking.histograms import sizes
 from llmrecipes.untrusted import number
@@ -46,8 +47,14 @@ def _stages(model_graph: Graph) -> str:
 
 def layers(material: Material) -> str:
     """Numbers by layer, where they were recorded."""
-    records = material.records
-    drawn = []
+    drawn = [*_sampled(material.records), *_by_name(material.records)]
+    if not any(drawn):
+        return nothing("Nothing was recorded by layer; set tracking.layers_interval to do so.")
+    return f'<div class="charts">{"".join(drawn)}</div>' + histograms(material)
+
+
+def _sampled(records: Records) -> Iterator[str]:
+    """Maps of what is recorded as a list with a number for each layer."""
     for name, samples in sorted(records.samples.items()):
         rows = [
             (step, value)
@@ -59,7 +66,11 @@ def layers(material: Material) -> str:
             for column, (_, value) in enumerate(rows):
                 cells[: len(value), column] = [np.nan if item is None else float(item) for item in value]
             titles = [f"layer {n + 1}" for n in range(len(cells))]
-            drawn.append(charts.heat(_words(name), titles, [f"{step:,}" for step, _ in rows], cells))
+            yield charts.heat(_words(name), titles, [f"{step:,}" for step, _ in rows], cells)
+
+
+def _by_name(records: Records) -> Iterator[str]:
+    """Maps of what has the number of a layer in its name."""
     by_name: dict[str, dict[int, str]] = {}
     for one in records.names():
         if match := LAYER.fullmatch(one):
@@ -68,12 +79,7 @@ def layers(material: Material) -> str:
         values = np.stack([records[columns[layer]] for layer in sorted(columns)])
         known = np.flatnonzero(np.isfinite(values).any(axis=0))
         steps = [f"{records.steps[place]:,}" for place in known]
-        drawn.append(
-            charts.heat(_words(name), [f"layer {layer}" for layer in sorted(columns)], steps, values[:, known])
-        )
-    if not any(drawn):
-        return nothing("Nothing was recorded by layer; set tracking.layers_interval to do so.")
-    return f'<div class="charts">{"".join(drawn)}</div>' + histograms(material)
+        yield charts.heat(_words(name), [f"layer {layer}" for layer in sorted(columns)], steps, values[:, known])
 
 
 def _words(name: str) -> str:
