@@ -34,7 +34,7 @@ CODE_BUDGET = {
     "hf": 2445,
     "launch": 3201,
     "models": 4120,
-    "plan": 5575,
+    "plan": 5589,
     "recipe": 8934,
     "report": 1824,
     "scaling": 400,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
@@ -167,6 +168,59 @@ def with_attack(step: StepTime, passes: int) -> StepTime:
     return replace(step, attack=(passes - 1) * once)
 
 
+@dataclass(frozen=True)
+class _Layers:
+    """A layer with a dense MLP and one with experts; None: the model has none."""
+
+    plain: _Pass | None
+    sparse: _Pass | None
+
+    @classmethod
+    def of(cls, device: Device, stack: Stack, work: Work) -> _Layers:
+        has_dense = work.dense_layers or not work.experts
+        return cls(
+            _layer(device, stack, work, experts=False) if has_dense else None,
+            _layer(device, stack, work, experts=True) if work.experts else None,
+        )
+
+    def seconds(self, name: str, few: float, many: float) -> float:
+        """One of the times of so many layers with a dense MLP and with experts."""
+        numbers = ((self.plain, few), (self.sparse, many))
+        return sum((getattr(each, name) * number for each, number in numbers if each is not None), 0.0)
+
+
+def _hop(device: Device, stack: Stack, work: Work) -> float:
+    """Seconds of a message between stages."""
+    if work.pp == 1:
+        return 0.0
+    far = work.gpus > device.gpus_per_node
+    message = work.width * work.tokens * work.hidden / (work.tp if stack.sequence_parallel else 1)
+    hop = network.send(device, message, far=far) + stack.hop
+    if work.dp > 1 and far:
+        slow_nodes = (work.gpus / device.gpus_per_node / 32) ** 4
+        hop += stack.hop_slow * slow_nodes / (1 + slow_nodes)
+    return hop
+
+
+def _of_stages(
+    device: Device, stack: Stack, work: Work, layers: _Layers, added: Sequence[float]
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Seconds of the forward and of the backward pass of each chunk of each stage, which adds some to the latter."""
+    ahead = [[layers.seconds("forward", *chunk) for chunk in chunks] for chunks in work.kinds()]
+    back = [
+        [layers.seconds("backward", *chunk) + more for chunk in chunks]
+        for chunks, more in zip(work.kinds(), added, strict=True)
+    ]
+    # The last chunk of the last stage has the loss, and the layers of multi-token prediction with one each.
+    loss_ahead, loss_back = ends(device, stack, work)
+    ahead[-1][-1] += loss_ahead * (1 + work.mtp)
+    back[-1][-1] += loss_back * (1 + work.mtp)
+    if predicting := layers.sparse or layers.plain:
+        ahead[-1][-1] += predicting.forward * work.mtp
+        back[-1][-1] += predicting.backward * work.mtp
+    return ahead, back
+
+
 def predict(device: Device, stack: Stack, work: Work, *, at_least: bool = False) -> StepTime:
     """Seconds of one step.
 
@@ -174,37 +228,13 @@ def predict(device: Device, stack: Stack, work: Work, *, at_least: bool = False)
         at_least: the pipeline takes no longer than its slowest stage requires, which is computed at once.
     """
     device = linked(device, stack)
-    plain = _layer(device, stack, work, experts=False) if work.dense_layers or not work.experts else None
-    sparse = _layer(device, stack, work, experts=True) if work.experts else None
-    ahead: list[list[float]] = []
-    back: list[list[float]] = []
-    counts = work.kinds()
-    loss_ahead, loss_back = ends(device, stack, work)
+    layers = _Layers.of(device, stack, work)
     dense, routed = stage_parameters(work)
     rate = device.bandwidth * device.memory
-    slow_nodes = (work.gpus / device.gpus_per_node / 32) ** 4
-    hop = 0.0
-    if work.pp > 1:
-        message = work.width * work.tokens * work.hidden / (work.tp if stack.sequence_parallel else 1)
-        hop = network.send(device, message, far=work.gpus > device.gpus_per_node) + stack.hop
-        if work.dp > 1 and work.gpus > device.gpus_per_node:
-            hop += stack.hop_slow * slow_nodes / (1 + slow_nodes)
-    for stage, chunks in enumerate(counts):
-        # Weight gradients are added to those of the micro-batches before.
-        added = (dense[stage] + routed[stage]) * 2 * stack.gradient_bytes / rate / work.vpp
-        ahead.append([])
-        back.append([])
-        for few, many in chunks:
-            forward = (plain.forward * few if plain else 0.0) + (sparse.forward * many if sparse else 0.0)
-            backward = (plain.backward * few if plain else 0.0) + (sparse.backward * many if sparse else 0.0)
-            ahead[-1].append(forward)
-            back[-1].append(backward + added)
-    # The last chunk of the last stage has the loss, and the layers of multi-token prediction with one each.
-    ahead[-1][-1] += loss_ahead * (1 + work.mtp)
-    back[-1][-1] += loss_back * (1 + work.mtp)
-    if predicting := sparse or plain:
-        ahead[-1][-1] += predicting.forward * work.mtp
-        back[-1][-1] += predicting.backward * work.mtp
+    # Weight gradients are added to those of the micro-batches before.
+    added = [(d + r) * 2 * stack.gradient_bytes / rate / work.vpp for d, r in zip(dense, routed, strict=True)]
+    ahead, back = _of_stages(device, stack, work, layers, added)
+    hop = _hop(device, stack, work)
     slowest = max(range(work.pp), key=lambda stage: sum(ahead[stage]) + sum(back[stage]))
     number = work.microbatches
     if stack.sharded and work.dp > 1:
@@ -219,10 +249,10 @@ def predict(device: Device, stack: Stack, work: Work, *, at_least: bool = False)
         + held * 8 / rate
         + _STEP_KERNELS * device.launch * stack.host
     )
-    few, many = (sum(count[kind] for count in counts[slowest]) for kind in (0, 1))
-    of_layers = number * ((plain.tensor * few if plain else 0.0) + (sparse.tensor * many if sparse else 0.0))
-    of_experts = number * (sparse.expert * many if sparse else 0.0)
-    of_context = number * ((plain.context * few if plain else 0.0) + (sparse.context * many if sparse else 0.0))
+    few, many = (sum(count[kind] for count in work.kinds()[slowest]) for kind in (0, 1))
+    of_layers = number * layers.seconds("tensor", few, many)
+    of_experts = number * layers.seconds("expert", 0, many)
+    of_context = number * layers.seconds("context", few, many)
     busy = number * (sum(ahead[slowest]) + sum(back[slowest]))
     return StepTime(
         compute=busy - of_layers - of_experts - of_context,
