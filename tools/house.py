@@ -39,7 +39,7 @@ CODE_BUDGET = {
     "report": 1824,
     "scaling": 400,
     "search": 2499,
-    "tracking": 2539,
+    "tracking": 2545,
     "train": 3284,
     "verify": 650,
     "workflow": 3690,

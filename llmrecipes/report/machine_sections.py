@@ -23,6 +23,7 @@ from llmrecipes.untrusted import number
 MOST_EVENTS = 300
 MOST_EXPERT_ROWS = 128
 LONGEST_DETAIL = 400
+LONGEST_VALUE = 2000
 
 
 def memory(material: Material) -> str:
@@ -313,7 +314,8 @@ def flat(values: Any, name: str = "") -> Iterator[tuple[str, str]]:
         for place, value in enumerate(values):
             yield from flat(value, f"{name}.{place}")
     else:
-        yield name, "none" if values is None else str(values)
+        text = "none" if values is None else str(values)
+        yield name, text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
 
 
 DOCTOR = (

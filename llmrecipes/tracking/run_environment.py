@@ -32,6 +32,8 @@ PACKAGES = (
     "mlflow",
     "pydantic",
 )
+MOST_DIFF = 256 << 10
+"""Characters of the largest diff that is recorded."""
 VARIABLES = re.compile(r"(NCCL|TORCH|GLOO|CUDA|NVTE|OMP|MKL|SLURM)_\w+|PYTORCH_\w+|CUDA_VISIBLE_DEVICES|WORLD_SIZE")
 TIMEOUT_SECONDS = 5.0
 
@@ -69,13 +71,19 @@ def capture(root: Path | None) -> dict[str, Any]:
 
 
 def _packages() -> dict[str, str | None]:
+    """`PACKAGES`, None for what is missing, and everything else that is installed."""
     versions: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = None
-    return versions
+    # Names of folders: reading the metadata of hundreds of packages would take a fifth of a second. The first of a name
+    # is imported; setuptools adds a folder of its own copies when it is.
+    folders = (Path(folder) for folder in reversed(sys.path) if not folder.endswith("_vendor"))
+    installed = (path.stem.rpartition("-") for folder in folders for path in folder.glob("*.dist-info"))
+    others = {name.lower().replace("_", "-"): version for name, _, version in installed}
+    return {**versions, **{name: others[name] for name in sorted(others.keys() - versions.keys())}}
 
 
 def _command(arguments: Sequence[str]) -> list[str]:
@@ -116,18 +124,24 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _git(root: Path) -> dict[str, Any] | None:
-    """Commit and whether tracked files differ from it; None outside a checkout with a commit."""
+    """Commit, whether tracked files differ from it, and how, unless that is too long; None without a commit."""
     commit = _run("git", "-C", str(root), "rev-parse", "--verify", "HEAD")
     if not commit:
         return None
     changed = _run("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit.strip(), "dirty": None if changed is None else bool(changed.strip())}
+    state = {"commit": commit.strip(), "dirty": None if changed is None else bool(changed.strip())}
+    if not state["dirty"]:
+        return state
+    diff = _run("git", "-C", str(root), "diff", "--no-color", "--no-ext-diff", "HEAD")
+    return {**state, "diff": None if diff is None or len(diff) > MOST_DIFF else diff}
 
 
 def _run(*command: str) -> str | None:
     """Output of a program; None if it is missing, fails or times out."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout

@@ -27,6 +27,7 @@ def test_versions_machine_and_command_are_recorded(tmp_path: Path, monkeypatch: 
     json.dumps(found, allow_nan=False)
     assert found["packages"]["torch"] == metadata.version("torch")
     assert found["packages"]["megatron-core"] == metadata.version("megatron-core")
+    assert found["packages"]["typer"] == metadata.version("typer")  # not named in PACKAGES
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
     assert 1 <= found["cores"]["usable"] <= found["cores"]["present"]
     assert found["memory_bytes"] > 2**28
@@ -58,7 +59,19 @@ def test_git_commit_and_changes(tmp_path: Path) -> None:
     (tmp_path / "not-tracked").touch()
     assert run_environment.capture(tmp_path)["git"] == {"commit": commit, "dirty": False}
     (tmp_path / "a").write_text("2")
-    assert run_environment.capture(tmp_path)["git"] == {"commit": commit, "dirty": True}
+    recorded = run_environment.capture(tmp_path)["git"]
+    assert (recorded["commit"], recorded["dirty"]) == (commit, True)
+    assert recorded["diff"].splitlines()[-4:] == [
+        "-1",
+        "\\ No newline at end of file",
+        "+2",
+        recorded["diff"].splitlines()[-1],
+    ]
+    (tmp_path / "a").write_bytes(b"PASSWORD=opensesame\n\xff\n")
+    diff = run_environment.capture(tmp_path)["git"]["diff"]
+    assert "+PASSWORD=" in diff and "opensesame" not in diff
+    (tmp_path / "a").write_text("3\n" * run_environment.MOST_DIFF)
+    assert run_environment.capture(tmp_path)["git"] == {"commit": commit, "dirty": True, "diff": None}
 
 
 def test_gpus_are_read_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
