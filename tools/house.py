@@ -19,8 +19,9 @@ PAGES = ("README.md", "CHANGELOG.md", "benchmarks/RESULTS.md")
 CODE_BUDGET = {
     ".": 1447,
     "bench": 867,
+    "bundle": 485,
     "checkpoint": 1173,
-    "cli": 3658,
+    "cli": 3723,
     "data": 7910,
     "diagnosis": 1016,
     "doctor": 1159,
@@ -42,11 +43,11 @@ CODE_BUDGET = {
     "tracking": 2545,
     "train": 3284,
     "verify": 650,
-    "workflow": 3690,
+    "workflow": 3692,
 }
 """Most lines of code of each package; `.` are the modules beside the packages. Whoever needs more removes something, or
 raises the number and says in the commit why."""
-WORD_BUDGET = {"README.md": 770, "docs/": 79_200}
+WORD_BUDGET = {"README.md": 770, "docs/": 79_700}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 LOOPS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case, ast.comprehension)

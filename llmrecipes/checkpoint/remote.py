@@ -144,7 +144,7 @@ class RemoteCheckpoints:
             UserError: as `stores.patiently`.
             OSError: a file is gone.
         """
-        folder = _folder_of(checkpoint)
+        folder = folder_of(checkpoint)
 
         def put(name: str) -> None:
             target = self._path(folder, name)
@@ -166,7 +166,7 @@ class RemoteCheckpoints:
             InvalidCheckpoint: the checkpoint is gone.
         """
         manifest = read_manifest(checkpoint)
-        folder = _folder_of(checkpoint)
+        folder = folder_of(checkpoint)
         largest = max(record.size for record in manifest.files.values())
         longest = stores.PATIENCE_SECONDS + largest / SLOWEST
         began = time.monotonic()
@@ -299,6 +299,7 @@ def _name(step: int, manifest: bytes) -> str:
     return f"step-{step:08d}-{hashlib.sha256(manifest).hexdigest()[:12]}"
 
 
-def _folder_of(checkpoint: Path) -> str:
+def folder_of(checkpoint: Path) -> str:
+    """Name of the folder of the copies of a run that has, or would have, this checkpoint."""
     manifest = read_manifest(checkpoint)
     return _name(manifest.step, (checkpoint / MANIFEST_NAME).read_bytes())

@@ -84,6 +84,8 @@ SECTIONS: dict[str, dict[str, str]] = {
         "runs": "runs.runs",
         "diagnose": "runs.diagnose",
         "compare": "comparison.compare",
+        "bundle": "bundling.bundle",
+        "rerun": "bundling.rerun",
         "scaling": "comparison.scaling",
         "ui": "runs.ui",
         "tensorboard": "runs.tensorboard",

@@ -61,6 +61,8 @@ class TrainOptions:
     join_seconds: float = 0.0
     separate_process: bool = False
     """Start a process even for a single rank."""
+    stop_after: int | None = None
+    """Save and stop after this step; None: train to the end."""
     run: RunOptions = field(default_factory=RunOptions)
 
 
@@ -172,6 +174,7 @@ def new_spec(recipe: Recipe, paths: Paths, options: TrainOptions) -> RunSpec:
         run_dir=run.path,
         runs_dir=paths.runs_dir,
         data_dir=paths.data_dir,
+        stop_after=options.stop_after,
         **options.run.model_dump(),
     )
 

@@ -61,6 +61,7 @@ LAYERS = (
     ("verify", "doctor", "bench", "dryrun", "scaling"),
     ("workflow",),
     ("report",),
+    ("bundle",),
     ("models",),
     ("foreign",),
     ("search",),

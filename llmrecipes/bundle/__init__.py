@@ -1,0 +1,1 @@
+"""A run in one file, and training it again somewhere else."""
