@@ -24,7 +24,7 @@ CODE_BUDGET = {
     "cli": 3723,
     "data": 7910,
     "diagnosis": 1016,
-    "doctor": 1159,
+    "doctor": 1233,
     "dryrun": 600,
     "engine": 8839,
     "evaluation": 1714,

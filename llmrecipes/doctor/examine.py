@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 from llmrecipes.commandline import command_line
-from llmrecipes.doctor import fabric, gpus, nodes
+from llmrecipes.doctor import ethernet, fabric, gpus, nodes
 from llmrecipes.doctor.check_result import Finding, fail, ok, skip, warn
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import UserError
@@ -106,7 +106,10 @@ def _findings(subject: DoctorContext) -> Iterator[Finding]:
     ranks = len(states) or (subject.profile.gpus_per_node if subject.profile else 0)
     yield from fabric.check_limits(fabric.read_limits(), subject.profile, ranks)
     chosen = {name: str(value) for name, value in (subject.profile.environment if subject.profile else {}).items()}
-    yield from fabric.check_network(subject.port, subject.several, {**chosen, **os.environ})
+    environment = {**chosen, **os.environ}
+    yield from fabric.check_network(subject.port, subject.several, environment)
+    addressed = ethernet.addressed()
+    yield from ethernet.check_ethernet(subject.profile, subject.several, environment, addressed)
     yield from check_directory(subject.runs_dir, "runs", BYTES_A_PARAMETER * subject.parameters, measured=subject.leads)
     yield from check_directory(subject.data_dir, "data")
     if subject.several and (kind := _temporary(subject.runs_dir)):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmrecipes.doctor import examine, fabric, gpus, nodes
+from llmrecipes.doctor import ethernet, examine, fabric, gpus, nodes
 from llmrecipes.doctor.check_result import Finding, ok
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.nics import Port
@@ -17,6 +17,7 @@ from llmrecipes.units import GIB
 H100 = load_profile("h100-ib")
 ROCE = load_profile("a100-roce")
 LAPTOP = load_profile("laptop")
+ETHERNET = load_profile("ethernet")
 
 
 def said(findings: Iterable[Finding]) -> dict[str, str]:
@@ -239,6 +240,70 @@ def test_roce_addresses_and_packet_sizes(tmp_path: Path) -> None:
     (net / "mtu").write_text("1500\n", "ascii")
     assert "1500" in found()["warn RoCE mlx5_0/1"]
     assert said(fabric.check_roce([], H100, {})) == {}
+
+
+# -- Ethernet --------------------------------------------------------------------------------------------------------
+
+
+def interface(network: Path, name: str, *, speed: str = "", state: str = "up", **entries: str) -> None:
+    """An interface as Documentation/ABI/testing/sysfs-class-net has it; hardware unless it stands on others."""
+    (network / name).mkdir(parents=True)
+    (network / name / "operstate").write_text(f"{state}\n", "ascii")
+    if speed:
+        (network / name / "speed").write_text(f"{speed}\n", "ascii")
+    for entry, target in (entries or {"device": "."}).items():
+        (network / name / entry).symlink_to(network / target)
+
+
+@pytest.mark.parametrize(
+    ("names", "value", "used"),
+    [
+        ("eth0 lo docker0 virbr0", "", "eth0"),
+        ("eth0 ib0 lo", "", "ib0"),
+        ("docker0 lo", "", "docker0"),
+        ("lo", "", "lo"),
+        ("eth0 eth1 ens1", "eth", "eth0 eth1"),
+        ("eth1 eth10", "=eth1", "eth1"),
+        ("eth0 eth1 lo", "^lo,eth1", "eth0"),
+        ("eth1 eth10", "^=eth1", "eth10"),
+        ("eth0 eth1", "eth1:4000", "eth1"),
+        ("eth0", "ens", ""),
+    ],
+)
+def test_interfaces_are_those_that_nccl_selects(names: str, value: str, used: str) -> None:
+    assert ethernet.choose(names.split(), value)[0] == used.split()
+
+
+def test_ethernet_links_are_compared_with_the_profile(tmp_path: Path) -> None:
+    interface(tmp_path, "ens1", speed="100000")
+    interface(tmp_path, "ens2", speed="10000")
+    interface(tmp_path, "ens3", speed="-1")
+    interface(tmp_path, "ens4", speed="100000", state="down")
+    interface(tmp_path, "vlan5", speed="100000", lower_ens1="ens1")
+    interface(tmp_path, "veth6", speed="10000", lower="lo")
+    interface(tmp_path, "br7", lower_veth6="veth6", lower_ens2="ens2")
+
+    def check(*addressed: str, several: bool = True, choice: str = "^docker,lo") -> list[Finding]:
+        environment = {"NCCL_SOCKET_IFNAME": choice}
+        findings = ethernet.check_ethernet(ETHERNET, several, environment, addressed, tmp_path)
+        return list(findings)
+
+    def status(*addressed: str, choice: str = "^docker,lo") -> str:
+        return check(*addressed, choice=choice)[0].status
+
+    assert status("ens1", "lo") == "ok"
+    assert status("vlan5") == "ok"
+    (slow,) = check("ens2")
+    assert slow.status == "fail"
+    assert all(word in slow.what for word in ("ens2 1.25 GB/s", "12.4 GB/s"))
+    assert status("br7") == "fail"  # that of ens2, not the 10 Gb/s that every veth claims
+    assert status("ens1", "ens2") == "warn"
+    assert status("ens1", "ens2", choice="ens1") == "ok"
+    assert status("ens3") == status("ens1", "ens3") == status("veth6") == "skip"
+    assert status("ens4") == status() == "fail"
+    assert check("ens2", several=False) == []
+    for profile in (H100, LAPTOP, None):
+        assert list(ethernet.check_ethernet(profile, True, {}, ["ens2"], tmp_path)) == []
 
 
 # -- several nodes, and storage --------------------------------------------------------------------------------------
