@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import tarfile
@@ -131,8 +132,8 @@ def test_a_bundle_has_all_of_a_run_and_no_secret(command: Command, folder: Path,
     assert variables["NCCL_AUTH_TOKEN"] == "<hidden>" and not variables.keys() & {"HF_TOKEN", "PATH", "HOME"}
     assert b"megatron-core==" in members["packages.txt"] and b"typer==" in members["packages.txt"]
     assert [json.loads(line) for line in members["metrics.jsonl"].splitlines()[:-1]] == lines(run)[:-1]
-    held = sum(path.stat().st_size for path in (folder / "corpus").iterdir())
-    assert 0 < len(members["data/sample.txt"]) < held // 20
+    held_out = json.loads(members["data/manifest.json"])["held_out"]["valid"]["bytes"]
+    assert 0 < len(members["data/sample.txt"]) <= held_out // 10
     # Named otherwise, from elsewhere, and later: the same bytes.
     two = tmp_path / "two.tar"
     assert command("bundle", run.relative_to(Path.cwd(), walk_up=True), "--checkpoint", "3", "--out", two)[0] == 0
@@ -371,6 +372,30 @@ def _instead(make: Callable[[Path], None]) -> Callable[[Path], None]:
     return replace
 
 
+def _other_header(**changes: Any) -> Callable[[Path], None]:
+    """Another header of the first member, whose content and sum stay."""
+
+    def change(path: Path) -> None:
+        content = path.read_bytes()
+        header = tarfile.TarInfo.frombuf(content[:512], "ascii", "strict")
+        for name, value in changes.items():
+            setattr(header, name, value)
+        path.write_bytes(header.tobuf(tarfile.GNU_FORMAT) + content[512:])
+
+    return change
+
+
+def _with_name(name: str) -> Callable[[Path], None]:
+    """A member of this name, and its sum."""
+
+    def change(path: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(archive, "_NAME", re.compile(".*"))
+            rewrite(path, {name: b"x"})
+
+    return change
+
+
 def _twice(path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content[: -2 * 512] + content)
@@ -399,16 +424,17 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     "a FIFO": _instead(os.mkfifo),
     "a device": _instead(lambda path: path.symlink_to("/dev/zero")),
     "absent": lambda path: path.unlink(),
-    "up": _tar(name="../recipe.yaml"),
-    "up within": _tar(name="data/../../recipe.yaml"),
-    "absolute": _tar(name="/etc/cron.d/x"),
-    "deep": _tar(name="/".join("abcdefghi")),
     "a long name": _tar(name="a" * 200),
-    "a symbolic link": _tar(type=tarfile.SYMTYPE, linkname="/etc/passwd"),
+    "up, with its sum": _with_name("../recipe.yaml"),
+    "up within, with its sum": _with_name("data/../../recipe.yaml"),
+    "absolute, with its sum": _with_name("/etc/cron.d/x"),
+    "deep, with its sum": _with_name("/".join("abcdefghi")),
+    "a control character, with its sum": _with_name("a\x1b[31m"),
+    "a link that has its sum": _other_header(type=tarfile.SYMTYPE, linkname="/etc/passwd"),
+    "a device that has its sum": _other_header(type=tarfile.CHRTYPE),
+    "an owner that has its sum": _other_header(uid=1000),
     "a hard link": _tar(type=tarfile.LNKTYPE, linkname="/etc/passwd"),
     "a folder inside": _tar(type=tarfile.DIRTYPE),
-    "a device inside": _tar(type=tarfile.CHRTYPE),
-    "another owner": _tar(uid=1000),
     "a size beyond its end": _huge,
     "a negative size": _tar(size=-1),
     "another tar": _tar(),
