@@ -40,8 +40,8 @@ CODE_BUDGET = {
     "report": 1824,
     "scaling": 400,
     "search": 2499,
-    "tracking": 2545,
-    "train": 3284,
+    "tracking": 2578,
+    "train": 3298,
     "verify": 650,
     "workflow": 3692,
 }

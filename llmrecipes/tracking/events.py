@@ -203,6 +203,27 @@ class Note:
     time: float = field(default_factory=time.time)
 
 
+@dataclass(frozen=True)
+class DatasetUse:
+    """Documents of a source that a run reads.
+
+    Attributes:
+        name: of the source, as in metrics by source.
+        digest: of its tokens, in hexadecimal digits.
+        use: `training` or `validation`.
+        source: path, URL or name of its dataset, without secrets; empty for what is on every machine.
+        kind: type of the source in a recipe.
+        counts: documents, tokens and bytes of text; and for training the weight in the blend.
+    """
+
+    name: str
+    digest: str
+    use: str
+    source: str
+    kind: str
+    counts: Mapping[str, float]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunStart:
     """The start of a run, or of another attempt of it, from which a sink opens.
@@ -215,6 +236,7 @@ class RunStart:
         tags: tags of the run in a tracker, without secrets.
         documents: names of files in `run_dir` that describe the run.
         console: the user's terminal or log.
+        datasets: what it reads, in the order of the recipe.
         messages: lines for the user from other threads, which must not print into a progress bar.
     """
 
@@ -227,6 +249,7 @@ class RunStart:
     documents: tuple[str, ...]
     console: Console
     messages: SimpleQueue[str]
+    datasets: tuple[DatasetUse, ...] = ()
 
 
 class Sink(ABC):

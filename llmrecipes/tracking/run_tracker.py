@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -26,7 +26,7 @@ from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.sections.plugins import MetricSink, declared, resolve
 from llmrecipes.redact import redact, redacted
 from llmrecipes.runfiles import DOCUMENTS, RunFiles
-from llmrecipes.tracking.events import EvalMetrics, Note, RunStart, RunStatus, Sink, StepMetrics
+from llmrecipes.tracking.events import DatasetUse, EvalMetrics, Note, RunStart, RunStatus, Sink, StepMetrics
 from llmrecipes.tracking.jsonl import JsonlSink, record
 from llmrecipes.untrusted import Refused, parse_json, read
 
@@ -96,6 +96,7 @@ class RunTracker:
         resumed_step: int,
         total_steps: int,
         tags: Mapping[str, str] | None = None,
+        datasets: Sequence[DatasetUse] = (),
         console: Console | None = None,
     ) -> Self:
         """Write recipe.yaml, plan.json and env.json, and open all sinks that the recipe enables.
@@ -107,6 +108,7 @@ class RunTracker:
             resumed_step: the step the run resumes from, 0 for a new run. Later records are dropped.
             total_steps: the last step.
             tags: more tags for MLflow, such as the layout in words.
+            datasets: what the run reads.
             console: where progress is shown; default: standard output.
 
         Raises:
@@ -145,6 +147,7 @@ class RunTracker:
             documents=DOCUMENTS,
             console=console or Console(),
             messages=SimpleQueue(),
+            datasets=tuple(datasets),
         )
         others: dict[str, Sink] = {}
         for name, sink in opened_by(recipe).items():

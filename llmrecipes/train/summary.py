@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from llmrecipes.checkpoint.manifest import Monitored
 from llmrecipes.checkpoint.store import LEAST_KEPT, best
 from llmrecipes.commandline import command_line
 from llmrecipes.console import console, number
+from llmrecipes.data.folder.data_manifest import stem
 from llmrecipes.data.folder.prepared import (
     Prepared,
     bytes_per_token,
@@ -44,8 +46,10 @@ from llmrecipes.plan.plan_table import degrees
 from llmrecipes.recipe.derived.batch_schedule import batch_schedule
 from llmrecipes.recipe.load import executed
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.sections.source import source_names
 from llmrecipes.recipe.variants.proxy import with_zero
-from llmrecipes.tracking.events import DECONTAMINATED, STARTED, Note, NoTracker, Tracker
+from llmrecipes.redact import redact
+from llmrecipes.tracking.events import DECONTAMINATED, STARTED, DatasetUse, Note, NoTracker, Tracker
 from llmrecipes.tracking.jsonl import parse
 from llmrecipes.tracking.run_environment import capture
 from llmrecipes.tracking.run_tracker import RunTracker
@@ -341,6 +345,25 @@ def describe(joined: Joined, plan: Plan, implementation: Implementation, progres
         console().print(f"{name:>7}  {text}", markup=False)
 
 
+USES: dict[Split, str] = {"train": "training", "valid": "validation"}
+DIGITS = 32
+"""Of a digest; MLflow takes 36."""
+
+
+def datasets_of(recipe: Recipe, prepared: Prepared) -> Iterator[DatasetUse]:
+    """What a run reads: a dataset for each source and use, whose digest is that of its tokens."""
+    manifest, names = prepared.manifest, source_names(recipe.data.sources)
+    for place, (source, record) in enumerate(zip(recipe.data.sources, manifest.sources, strict=True)):
+        for split, use in USES.items():
+            counts = record.splits[split].model_dump()
+            if counts["documents"]:
+                if split == "train":
+                    counts["weight"] = prepared.weights[place]
+                sums = "".join(manifest.files[f"{stem(place, split)}.{kind}"].sha256 for kind in ("bin", "idx"))
+                digest = hashlib.sha256(sums.encode()).hexdigest()[:DIGITS]
+                yield DatasetUse(names[place], digest, use, redact(source.location), source.type, counts)
+
+
 @contextmanager
 def open_tracker(joined: Joined, engine: Engine, world: World, progress: Progress) -> Iterator[Tracker]:
     """The tracker of a stage from `progress` on: a real one on rank 0, a `NoTracker` elsewhere."""
@@ -361,6 +384,7 @@ def open_tracker(joined: Joined, engine: Engine, world: World, progress: Progres
         resumed_step=progress.step,
         total_steps=spec.recipe.train.train_iters,
         tags={"layout": f"dp{world.data_parallel_size}", **predicted, **spec.tags},
+        datasets=list(datasets_of(spec.recipe, joined.prepared)),
         console=console(),
     ) as tracker:
         # What the steps cannot tell, because those that are computed again have been dropped.

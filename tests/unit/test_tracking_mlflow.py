@@ -32,7 +32,7 @@ from rich.console import Console
 from llmrecipes.hardware.process import STARTED_FOR
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe, Tracking, Train
 from llmrecipes.tracking import web
-from llmrecipes.tracking.events import EvalMetrics, Note, StepMetrics
+from llmrecipes.tracking.events import DatasetUse, EvalMetrics, Note, StepMetrics
 from llmrecipes.tracking.mlflow.database import (
     KEY_TAG,
     artifact_root,
@@ -47,6 +47,14 @@ from tests.helpers import ROOT, not_waiting_for
 from tests.refusals import refused
 
 TOTAL = 1000
+DATASETS = (
+    DatasetUse("books", "ab12", "training", "corpora/books", "text", {"documents": 3, "tokens": 90, "weight": 0.5}),
+    DatasetUse("books", "cd34", "validation", "corpora/books", "text", {"documents": 1, "tokens": 9}),
+    DatasetUse("web", "ef56", "training", "s3://bucket/web/", "jsonl", {"documents": 2}),
+    DatasetUse("page", "0123", "training", "https://example.org/page.jsonl", "jsonl", {"documents": 2}),
+    DatasetUse("wiki", "4567", "training", "org/wiki", "hub", {"documents": 2}),
+    DatasetUse("stdlib", "89ab", "training", "", "stdlib", {"documents": 2}),
+)
 HISTOGRAMS = {"gradient": {"mlp_fc1": {"low": -9, "zero": 7, "negative": [5, 1], "positive": [2, 3]}}}
 
 
@@ -86,6 +94,7 @@ def start(
         resumed_step=resumed_step,
         total_steps=TOTAL,
         tags={"layout": "dp1"},
+        datasets=DATASETS,
         console=Console(file=shown or io.StringIO()),
     )
 
@@ -177,6 +186,21 @@ def test_a_run_is_recorded_with_all_that_belongs_to_it(runs_dir: Path, tmp_path:
         "histograms",
     }
     require_histograms(uri, run.info.run_id, tmp_path, [2])
+    require_datasets(run)
+
+
+def require_datasets(run: Any) -> None:
+    """Those of the run, each once, whose sources MLflow's own classes read."""
+    from mlflow.data import get_source
+
+    inputs = {each.dataset.digest: each for each in run.inputs.dataset_inputs}
+    assert len(run.inputs.dataset_inputs) == len(inputs) == len(DATASETS)
+    for use in DATASETS:
+        dataset, (tag,) = inputs[use.digest].dataset, inputs[use.digest].tags
+        assert (dataset.name, tag.key, tag.value) == (use.name, "mlflow.data.context", use.use)
+        assert json.loads(dataset.profile) == use.counts
+        source = get_source(dataset).to_dict()
+        assert use.source in source.values() or source == {"tags": {"llmrecipes.source": "stdlib"}}
 
 
 def require_histograms(uri: str, run_id: str, folder: Path, steps: list[int]) -> None:
@@ -460,6 +484,7 @@ def test_a_dead_server_neither_stops_nor_delays_training_and_gets_missed_points_
                 tracker.step(step(number, histograms=HISTOGRAMS if number == 40 else None))
         run = only_run(address, experiment)
         require_histograms(address, run.info.run_id, tmp_path, [20, 40])  # 30 was after the checkpoint
+        require_datasets(run)
         losses = history(address, run.info.run_id, "train/loss")
         assert [number for number, _ in losses] == list(range(1, 41))
         assert math.isnan(losses[2][1])

@@ -1,4 +1,4 @@
-"""What a run says at its end."""
+"""What a run says of itself: what it reads, and what is printed at its end."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from llmrecipes.data.prepare import prepare
 from llmrecipes.train.spec import RunSpec
-from llmrecipes.train.summary import generate_command, sample_prompt
-from tests.helpers import tiny
+from llmrecipes.train.summary import datasets_of, generate_command, sample_prompt
+from tests.helpers import tiny, tiny_on
 
 
 @pytest.mark.parametrize(("kind", "prompt"), [("stdlib", "def "), ("text", "The ")])
@@ -24,3 +25,19 @@ def test_the_command_at_the_end_repeats_the_prompt_of_the_sample(kind: str, prom
     assert shlex.split(generate_command(spec)) == words
     elsewhere = spec.model_copy(update={"data_dir": tmp_path})
     assert shlex.split(generate_command(elsewhere)) == [*words, "--data-dir", str(tmp_path)]
+
+
+def test_what_a_run_reads_is_a_dataset_for_each_source_and_use(corpus: Path, data_dir: Path, tmp_path: Path) -> None:
+    recipe = tiny_on(corpus)
+    prepared = prepare(recipe, data_dir)
+    training, validation = datasets_of(recipe, prepared)
+    assert (training.name, training.use, training.kind, training.source) == ("corpus", "training", "text", str(corpus))
+    counts = prepared.manifest.counts("train").model_dump()
+    assert training.counts == {**counts, "weight": 1.0}
+    assert (validation.use, validation.counts) == ("validation", prepared.manifest.counts("valid").model_dump())
+    assert len(training.digest) == 32 and training.digest != validation.digest
+    (tmp_path / "other").mkdir()
+    for path in list(corpus.iterdir())[:200]:
+        (tmp_path / "other" / path.name).write_bytes(path.read_bytes())
+    other = tiny_on(tmp_path / "other")
+    assert next(datasets_of(other, prepare(other, tmp_path / "data"))).digest != training.digest

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlflow.entities import Metric, Param, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
+from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
 
 from llmrecipes.io import write_atomic
 from llmrecipes.tracking.mirror import tracker_name
@@ -38,6 +40,25 @@ TRAINING_KIND = "custom_model_development"
 """A value of MLflow's UI (`ExperimentKind` in its shared/constants); MLflow's Python has no name for it."""
 PARAMS_IN_A_BATCH = 100  # MLflow refuses more in one request
 METRICS_IN_A_BATCH = 1000
+
+
+def dataset_input(values: Mapping[str, Any]) -> DatasetInput:
+    """An entity of MLflow for the values of a `DatasetUse`; `mlflow.data.get_source` opens its source."""
+    location = values["source"]
+    scheme, is_url, _ = location.partition("://")
+    source: dict[str, Any]
+    if values["kind"] == "hub":
+        kind, source = "hugging_face", {"path": location}
+    elif is_url and scheme in ("http", "https"):
+        kind, source = "http", {"url": location}
+    elif location:
+        kind, source = scheme if is_url else "local", {"uri": location}
+    else:
+        kind, source = "code", {"tags": {"llmrecipes.source": values["kind"]}}
+    dataset = Dataset(
+        values["name"], values["digest"], kind, json.dumps(source), profile=json.dumps(dict(values["counts"]))
+    )
+    return DatasetInput(dataset, [InputTag(MLFLOW_DATASET_CONTEXT, values["use"])])
 
 
 class MlflowRun:
@@ -124,6 +145,10 @@ class MlflowRun:
                 self.client.log_artifact(self.run_id, str(Path(self._config.run_dir) / name))
             except Exception:  # an artifact store without its library or permissions must not block metrics
                 logger.warning("MLflow run %s: %s was not uploaded", self.run_id, name, exc_info=True)
+        try:
+            self.client.log_inputs(self.run_id, [dataset_input(values) for values in self._config.datasets])
+        except Exception:  # a server older than datasets
+            logger.warning("MLflow run %s: its datasets were not logged", self.run_id, exc_info=True)
 
     def last_step(self, key: str) -> int:
         """The last step of a metric in MLflow, -1 if none."""

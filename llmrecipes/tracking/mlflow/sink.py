@@ -6,9 +6,9 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from llmrecipes.commandline import command_line
 from llmrecipes.nested import leaves
@@ -52,6 +52,7 @@ class MlflowConfig(MirrorConfig):
             an attempt; None if the database is where it stays.
         experiment: MLflow experiment.
         params: parameters, already text.
+        datasets: values of `events.DatasetUse`.
     """
 
     uri: str
@@ -59,6 +60,7 @@ class MlflowConfig(MirrorConfig):
     experiment: str
     kept_database: str | None = None
     params: dict[str, str] = field(default_factory=dict)
+    datasets: list[dict[str, Any]] = field(default_factory=list)
     lock: str = LOCK
 
 
@@ -102,6 +104,7 @@ def mlflow_config(start: RunStart) -> MlflowConfig:
         run_name=run_dir.name,
         params=redacted(flatten(recipe)),
         tags=dict(start.tags),
+        datasets=[asdict(each) for each in start.datasets],
         artifacts=list(start.documents),
         log_interval=recipe.train.log_interval,
         resumed_step=start.resumed_step,
