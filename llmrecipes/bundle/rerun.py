@@ -11,7 +11,7 @@ from typing import Any
 
 from llmrecipes.bundle.archive import Bundle, opened, refused
 from llmrecipes.bundle.bundle_options import RerunOptions
-from llmrecipes.bundle.make import DATA, FACTS, FORMAT
+from llmrecipes.bundle.make import DATA, DIFF, FACTS, FORMAT
 from llmrecipes.commandline import command_line
 from llmrecipes.data.folder.data_manifest import DataManifest
 from llmrecipes.data.folder.prepared import fingerprint, open_prepared
@@ -167,11 +167,15 @@ def prepare(path: Path, options: RerunOptions, nproc: int | None, paths: Paths, 
         losses = losses_of(bundle.lines(METRICS))
         plan, environment = _json(bundle, PLAN), _json(bundle, ENVIRONMENT)
         manifest = _manifest(bundle)
+        diff = bundle.read(DIFF).decode("utf-8", "replace") if DIFF in bundle.names else None
     then, cluster = int(number(plan.get("world_size")) or 0), detect()
     has_room = 1 <= then <= (len(cluster.gpus) or cluster.cpu_cores)
     ranks = nproc or (then if has_room else default_world_size(recipe, cluster))
     plan_run(recipe, cluster, ranks)
-    differences = dict(_differing(environment, capture(checkout())))
+    machine = capture(checkout())
+    differences = dict(_differing(environment, machine))
+    if diff != (diff_here := (machine["git"] or {}).get("diff")):
+        differences[DIFF] = (_lines(diff), _lines(diff_here))
     if then != ranks:
         differences["ranks"] = (str(then or "unknown"), str(ranks))
     if not options.check:
@@ -252,6 +256,10 @@ def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tupl
     others = [key for key in before if key.startswith("packages.") and key not in COMPARED]
     if changed := sum(before[key] != here.get(key) for key in others):
         yield "other packages", (f"{len(others)}, in packages.txt", f"{changed} of them differ")
+
+
+def _lines(text: str | None) -> str:
+    return "none" if text is None else f"{text.count(chr(10)):,} lines"
 
 
 def _printable(text: str) -> str:

@@ -213,7 +213,7 @@ def test_what_differs_on_this_machine_is_said(command: Command, bundle: Path, tm
         differs["torch"][0] == "9.9" and differs["python"][0] == "2.7?[31m" and differs["gpus"] == ["8 × H200", "none"]
     )
     assert differs["ranks"] == ["1024", "1"] and differs["other packages"][1].split()[0] == "2"
-    assert "megatron-core" not in differs
+    assert "megatron-core" not in differs and differs["code.diff"][0] == "1 lines"
     code, out, _ = command("rerun", bundle, "--check", runs=tmp_path / "none")
     assert code == 0 and "9.9" in out and "8 × H200" in out
     assert not (tmp_path / "none").exists()
