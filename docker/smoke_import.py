@@ -13,15 +13,28 @@ MODULES = (
     "torch",
     "megatron.core",
     "megatron.core.models.gpt",
-    "deepspeed",
     "datasets",
     "tokenizers",
     "transformers",
     "mlflow",
-    "psycopg2",
     "llmrecipes.train.worker",
-    "llmrecipes.search.worker",
 )
+EXTRAS = {
+    "corpora": ("fasttext", "ftfy", "gigatoken", "py3langid", "rensa", "resiliparse.extract.html2text", "s3fs"),
+    "energy": ("codecarbon",),
+    "eval": ("lm_eval",),
+    "gpu": ("pynvml",),
+    "prometheus": ("prometheus_client",),
+    "quantize": ("compressed_tensors",),
+    "ray": ("ray",),
+    "runtimes": ("gguf", "onnx", "onnxruntime", "onnxscript"),
+    "search": ("cmaes", "llmrecipes.search.worker"),
+    "serve": ("openai", "uvicorn"),
+    "server": ("boto3", "psycopg2"),
+    "wandb": ("wandb",),
+    "zero": ("deepspeed",),
+}
+"""What an image with an extra of pyproject.toml has besides."""
 
 
 CUDA_MODULES = ("transformer_engine", "transformer_engine.pytorch", "flash_attn", "deepspeed.accelerator")
@@ -49,12 +62,13 @@ def import_cuda() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Import what a run imports.")
     parser.add_argument("--cuda", action="store_true", help="also what the CUDA image has besides")
+    parser.add_argument("--extras", default="", help="also what these extras have, by spaces")
     parser.add_argument("--torch", help="file and version that torch must have, as one string")
     parser.add_argument("--user", action="store_true", help="fail as root")
     options = parser.parse_args()
     if options.user and os.getuid() == 0:
         sys.exit("the image would run as root")
-    for name in MODULES:
+    for name in (*MODULES, *(name for extra in options.extras.split() for name in EXTRAS[extra])):
         module = importlib.import_module(name)
         print(f"{name} {getattr(module, '__version__', '')}".rstrip())
     if options.cuda:

@@ -23,6 +23,13 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 PATIENCE_SECONDS = 300.0
+PACKAGES: dict[str, tuple[str, str | None]] = {
+    "s3": ("s3fs", "corpora"),
+    "gs": ("gcsfs", None),
+    "az": ("adlfs", None),
+    "abfs": ("adlfs", None),
+}
+"""The package that fsspec opens a scheme with, and the extra that has it."""
 _RANGE = 8 << 20
 _LONGEST_PAUSE = 20.0
 _CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "TokenRetrievalError"}
@@ -123,14 +130,11 @@ def file_system(url: str, where: str, *, fresh: bool = False) -> tuple[Any, str]
         try:
             opened: tuple[Any, str] = fsspec.core.url_to_fs(url, skip_instance_cache=fresh)
         except (ImportError, ValueError) as error:
+            package, extra = PACKAGES.get(scheme, (f"the fsspec package for {scheme}://", None))
             # Releases of s3fs and gcsfs go with the release of fsspec that has their version.
-            package = {"s3": "s3fs", "gs": "gcsfs"}.get(scheme)
-            extra = (
-                f"pip install {package}=={fsspec.__version__}"
-                if package
-                else f"install the fsspec package for {scheme}://"
-            )
-            raise UserError(f"cannot open {scheme}://: {error}", where=where, fix=extra) from error
+            exact = f"=={fsspec.__version__}" if package in ("s3fs", "gcsfs") else ""
+            fix = f"pip install 'llmrecipes[{extra}]'" if extra else f"pip install {package}{exact}"
+            raise UserError(f"cannot open {scheme}://: {error}", where=where, fix=fix) from error
         except (TypeError, AttributeError) as error:  # it has no place of its own, or needs more than a URL
             raise UserError(
                 f"cannot open {scheme}:// by a URL alone: {error}",

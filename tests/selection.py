@@ -95,7 +95,7 @@ writes it."""
 
 _IMAGE_INPUTS = (
     "docker", "requirements/lock.txt", "requirements/torch-cpu.txt", ".dockerignore", "tools/build_image.py",
-    "tools/runtime_lock.py", "tests/system/containers",
+    "tools/not_locked.txt", "tools/runtime_lock.py", "tests/system/containers",
 )  # fmt: skip
 
 

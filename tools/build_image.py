@@ -2,9 +2,10 @@
 
     python tools/build_image.py cpu
     python tools/build_image.py cuda --fabric efa --builder podman
+    python tools/build_image.py cuda --extras "zero wandb"
 
-The tag holds the version and a hash of everything the image is made of, so that one tag is never two images. Run by
-`make image`; needs nothing but Python.
+The tag holds the version, the extras, and a hash of everything the image is made of, so that one tag is never two
+images. Run by `make image`; needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +36,12 @@ INPUTS = (
     "llmrecipes",
     "recipes",
     "requirements",
+    "tools/not_locked.txt",
     "tools/runtime_lock.py",
 )
 BASES = {"cpu": "DEBIAN_IMAGE", "cuda": "NGC_IMAGE"}
+ALL, NONE = "all", "none"
+"""Words for the extras that the Dockerfile has by default, and for an image without any."""
 BUILDERS = ("docker", "podman", "buildah")
 
 
@@ -70,6 +75,27 @@ def versions(text: str) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
 
+def chosen_extras(given: str, dockerfile: str) -> tuple[list[str], str]:
+    """Extras of an image, and how its tag names them.
+
+    Args:
+        given: names by spaces or commas, where `all` is what the Dockerfile has by default.
+        dockerfile: its text.
+
+    Raises:
+        BuildError: pyproject.toml has no such extra.
+    """
+    default = re.search(r'^ARG EXTRAS="(.*)"$', dockerfile, re.MULTILINE)[1].split()  # type: ignore[index]
+    words = set(re.split(r"[\s,]+", given.strip())) - {"", NONE}
+    known = set(tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"])
+    known.discard("dev")
+    if wrong := sorted(words - known - {ALL}):
+        raise BuildError(f"no extra {', '.join(wrong)}\n  rule: {ALL}, {NONE}, or of {', '.join(sorted(known))}")
+    extras = words - {ALL} | (set(default) if ALL in words else set())
+    named = [ALL, *sorted(extras - set(default))] if extras >= set(default) else sorted(extras)
+    return sorted(extras), ".".join(named) or NONE
+
+
 def content_hash(root: Path, dockerfile: str, arguments: Mapping[str, str]) -> str:
     """SHA-256 over the names and bytes of everything that goes into an image, and over its arguments."""
     digest = hashlib.sha256(json.dumps(arguments, sort_keys=True).encode())
@@ -90,7 +116,9 @@ def input_files(root: Path) -> Iterator[Path]:
                 yield path
 
 
-def image(kind: str, fabric: str, base: str | None, torch_index: str | None, repository: str) -> Image:
+def image(
+    kind: str, fabric: str, base: str | None, torch_index: str | None, repository: str, extras: str = ALL
+) -> Image:
     """What to build.
 
     Args:
@@ -100,13 +128,18 @@ def image(kind: str, fabric: str, base: str | None, torch_index: str | None, rep
         torch_index: where torch's CPU wheel is; empty for pip's own configuration, `pypi` for torch with CUDA, None for
             PyTorch's.
         repository: name in front of the tag.
+        extras: as `chosen_extras` takes them.
+
+    Raises:
+        BuildError: an extra that does not exist.
     """
     values = versions((ROOT / "docker" / "versions.env").read_text("utf-8"))
     base = base or values[BASES[kind]]
-    arguments = {"BASE_IMAGE": base}
+    dockerfile = f"docker/Dockerfile.{kind}"
+    names, words = chosen_extras(extras, (ROOT / dockerfile).read_text("utf-8"))
+    arguments = {"BASE_IMAGE": base, "EXTRAS": " ".join(names)}
     if kind == "cuda":
         arguments |= {"FABRIC": fabric, **{name: values[name] for name in ("EFA_VERSION", "EFA_SHA256")}}
-    dockerfile = f"docker/Dockerfile.{kind}"
     content = content_hash(ROOT, dockerfile, arguments)
     version = re.search(r'__version__ = "(.+)"', (ROOT / "llmrecipes" / "__init__.py").read_text("utf-8"))[1]  # type: ignore[index]
     name, _, digest = base.partition("@")
@@ -115,7 +148,8 @@ def image(kind: str, fabric: str, base: str | None, torch_index: str | None, rep
     if kind == "cpu" and torch_index is not None:
         arguments["TORCH_INDEX"] = torch_index
     tag = f"{repository}:{version}-{kind}" + ("-efa" if kind == "cuda" and fabric == "efa" else "")
-    return Image(dockerfile, arguments, (tag, f"{tag}-{content[:12]}"))
+    tags = (f"{tag}-{words}", f"{tag}-{words}-{content[:12]}")
+    return Image(dockerfile, arguments, (tag, *tags) if words == ALL else tags)
 
 
 def revision() -> str:
@@ -212,7 +246,7 @@ def read_file(builder: str, tag: str, path: str) -> str:
 
 def build(options: argparse.Namespace) -> None:
     """Build, and write the bill of materials beside it."""
-    wanted = image(options.kind, options.fabric, options.base, options.torch_index, options.repository)
+    wanted = image(options.kind, options.fabric, options.base, options.torch_index, options.repository, options.extras)
     if options.print_tag:
         print(wanted.tags[-1])
         return
@@ -238,6 +272,9 @@ def main() -> int:
     parser.add_argument("--builder", help="docker, podman, buildah or a path; default: the first that works")
     parser.add_argument("--builder-arg", action="append", default=[], help="more for the builder, once for each word")
     parser.add_argument("--fabric", choices=("rdma", "efa"), default="rdma", help="network of the CUDA image")
+    parser.add_argument(
+        "--extras", default=ALL, help="extras of pyproject.toml by commas; all: those that recipes can need; none"
+    )
     parser.add_argument("--base", help="another base image")
     parser.add_argument(
         "--torch-index", help="where torch's CPU wheel is; '' for pip's own configuration; pypi for torch with CUDA"

@@ -4,7 +4,7 @@
     python tools/runtime_lock.py requirements/lock.txt --without torch
     python tools/runtime_lock.py requirements/lock.txt --without-cuda
     python tools/runtime_lock.py requirements/torch-cpu.txt --only torch
-    python tools/runtime_lock.py requirements/lock.txt --extra zero --except deepspeed
+    python tools/runtime_lock.py requirements/lock.txt --extra 'search zero' --except deepspeed
 
 The lock files hold development tools too. uv writes below each package who needs it (`# via`), which gives the graph.
 Needs nothing but Python: it runs while an image is built.
@@ -85,7 +85,7 @@ def normal(name: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Print the part of a lock file that goes into an image.")
     parser.add_argument("lock", type=Path)
-    parser.add_argument("--extra", action="append", default=[], help="an extra of pyproject.toml, beside the project")
+    parser.add_argument("--extra", action="append", default=[], help="extras of pyproject.toml, beside the project")
     parser.add_argument("--only", action="append", default=[], help="this package alone, without what it needs")
     parser.add_argument("--without", action="append", default=[], help="leave out, with what nothing else needs")
     parser.add_argument("--except", action="append", default=[], dest="but", help="leave out, but not what it needs")
@@ -93,7 +93,12 @@ def main() -> None:
     options = parser.parse_args()
     text = options.lock.read_text("utf-8")
     lock = entries(text)
-    roots = options.only or declared((ROOT / "pyproject.toml").read_text("utf-8"), options.extra)
+    # ray has a lock file of its own.
+    extras = [name for name in " ".join(options.extra).split() if not options.lock.with_name(f"{name}.txt").exists()]
+    try:
+        roots = options.only or declared((ROOT / "pyproject.toml").read_text("utf-8"), extras)
+    except KeyError as error:
+        sys.exit(f"pyproject.toml has no extra {error.args[0]}")
     try:
         names = needed(lock, [normal(name) for name in roots], [normal(name) for name in options.without])
     except KeyError as error:

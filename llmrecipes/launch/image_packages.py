@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from functools import lru_cache
-from pathlib import Path
 
+from llmrecipes import __version__
 from llmrecipes.errors import UserError
 from llmrecipes.launch import programs
 from llmrecipes.launch.base import LauncherOptions, Submission
@@ -16,18 +16,17 @@ from llmrecipes.packages import find_spec
 from llmrecipes.recipe.derived import extras
 from llmrecipes.recipe.derived.extras import Need
 
-Packages = frozenset[str]
+Needs = frozenset[Need]
 
-IN_IMAGES = frozenset({"gpu", "search", "server", "zero"})
-"""Extras that images of `make image` have."""
-DISTRIBUTIONS = {"fasttext": "fasttext-predict"}
-"""Of imported packages with another name."""
-HOW = "docs/cluster/containers.md#extras says how to add extras to an image"
-BILLS = Path("build")
-"""Where `make image` writes bills of materials, in the checkout."""
+IN_IMAGES = frozenset({"corpora", "energy", "eval", "gpu", "prometheus", "search", "server", "wandb", "zero"})
+"""Extras that images of `make image` have by default, which is what recipes can need; tags call them `all`."""
+OTHERS = frozenset({"quantize", "ray", "runtimes", "serve"})
+"""Extras that they have where `--extras` of `make image` names them."""
+HOW = "docs/cluster/containers.md#extras says how to add packages"
+LABEL = "llmrecipes.extras"
 SECONDS = 60.0
-_BUILT = re.compile(r"[\w.-]+:[\w.-]+-[0-9a-f]{12}")
-"""Name and tag that `make image` gives: the hash is that of the contents."""
+_TAG = re.compile(r"[:+_]\d+\.[\w.]+-(cpu|cuda)(?:-efa)?-([a-z]+(?:\.[a-z]+)*?)(?:-[0-9a-f]{12})?(?:\.sqsh|\.sif)?$")
+"""The extras in it, also in the names of the files that enroot and Apptainer make."""
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/(\w+)(?:/__init__)?\.\w+(?:\.so)?$")
 _CODE = (
     "import sys, importlib.util as u; "
@@ -42,26 +41,40 @@ def warnings(submission: Submission, given: LauncherOptions, *, python: bool) ->
         python: the launcher has an option for the Python that starts the ranks.
 
     Raises:
-        UserError: this machine can look into the image, and it lacks packages.
+        UserError: the image lacks packages, by its tag or because this machine can look into it.
     """
-    needs = list(_needs(submission, given))
+    needs = frozenset(_needs(submission, given))
     image = given.get("image")
     if image is None:
         same = python and given.get("python") is None
         lacking = [need for need in needs if same and find_spec(need.package) is None]
         return (f"this Python, which also starts the ranks, lacks {_listed(lacking)}",) if lacking else ()
-    absent = missing(image, frozenset(need.package for need in needs)) if needs else frozenset()
-    if absent is None:
-        unusual = [need for need in needs if need.extra not in IN_IMAGES]
-        return (f"the image must have {_listed(unusual)}; {HOW}",) if unusual else ()
-    if lacking := [need for need in needs if need.package in absent]:
-        raise UserError(
-            f"needs {_listed(lacking)}, and the image does not have it",
-            where=lacking[0].key,
-            rule=f"images of make image have the extras {', '.join(sorted(IN_IMAGES))}, others may have more: {image}",
-            fix=f"{HOW}; or remove the key",
-        )
+    has = extras_in_tag(image)
+    by_tag = frozenset(need for need in needs if has is not None and need.extra is not None)
+    if has is not None and (absent := [need for need in by_tag if need.extra not in has]):
+        raise _refusal(absent, image, f"has the extras {', '.join(sorted(has)) or 'none'} by its tag")
+    unsaid = needs - by_tag
+    looked = missing(image, unsaid) if unsaid else unsaid
+    if looked is None:
+        return (f"the image must have {_listed(unsaid)}; {HOW}",)
+    if looked:
+        raise _refusal(looked, image, "was looked into on this machine")
     return ()
+
+
+def _refusal(needs: Collection[Need], image: str, why: str) -> UserError:
+    others = sorted({need.extra for need in needs if need.extra is not None} - IN_IMAGES)
+    kind, fabric = "cpu" if "-cpu-" in image else "cuda", "-efa" if "-efa-" in image else ""
+    built = f"{__version__}-{kind}{fabric}-{'.'.join(['all', *others])}"
+    options = f"--extras {','.join(['all', *others])}{' --fabric efa' if fabric else ''}"
+    return UserError(
+        f"needs {_listed(needs)}, and the image does not have it",
+        where=min(need.key for need in needs),
+        rule=f"{image} {why}",
+        fix=f"a tag such as {built}: make image IMAGE={kind} ARGS='{options}'"
+        if all(need.extra for need in needs)
+        else f"{HOW}; or remove the key",
+    )
 
 
 def _needs(submission: Submission, given: LauncherOptions) -> Iterator[Need]:
@@ -71,56 +84,64 @@ def _needs(submission: Submission, given: LauncherOptions) -> Iterator[Need]:
         yield Need("--prepare-nodes", "ray", "ray")
 
 
-def _listed(needs: list[Need]) -> str:
-    return ", ".join(map(str, needs))
+def _listed(needs: Collection[Need]) -> str:
+    return ", ".join(sorted(map(str, needs)))
+
+
+def extras_in_tag(image: str) -> frozenset[str] | None:
+    """Extras that a tag of `make image` names; None: it is another image, or a tag that does not."""
+    found = _TAG.search(_name(image).partition("@")[0])
+    words = frozenset(found[2].split(".")) if found else frozenset()
+    if not found or words - IN_IMAGES - OTHERS - {"all", "none"}:
+        return None
+    every = IN_IMAGES - {"gpu"} if found[1] == "cpu" else IN_IMAGES
+    return words - {"all", "none"} | (every if "all" in words else frozenset())
 
 
 @lru_cache
-def missing(image: str, packages: Packages) -> Packages | None:
-    """Those of some packages that an image lacks; None: this machine cannot look into it."""
-    ways: tuple[Callable[[str, Packages], Packages | None], ...] = (_of_bill, _of_squashfs, _of_container)
-    return next((found for way in ways if (found := way(image, packages)) is not None), None)
+def missing(image: str, needs: Needs) -> Needs | None:
+    """Those that an image lacks; None: this machine cannot look into it."""
+    return _of_squashfs(image, needs) if image.endswith(".sqsh") else _of_container(image, needs)
 
 
-def _of_bill(image: str, packages: Packages) -> Packages | None:
-    """By the bill of materials that `make image` wrote in this folder."""
-    name = _name(image).partition("@")[0].rpartition("/")[2]
-    try:
-        text = (BILLS / f"{name.replace(':', '-')}.cdx.json").read_text("utf-8") if _BUILT.fullmatch(name) else ""
-        has = {component["name"] for component in json.loads(text)["components"]}
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-    return frozenset(name for name in packages if DISTRIBUTIONS.get(name, name.replace("_", "-")) not in has)
-
-
-def _of_squashfs(image: str, packages: Packages) -> Packages | None:
+def _of_squashfs(image: str, needs: Needs) -> Needs | None:
     """By the files of an image of enroot."""
-    if not image.endswith(".sqsh"):
-        return None
     listed = _output("unsquashfs", "-l", image)
     if listed is None or "/site-packages/" not in listed:
         return None
-    return packages - {match[1] for line in listed.splitlines() if (match := _INSTALLED.search(line))}
+    packages = {match[1] for line in listed.splitlines() if (match := _INSTALLED.search(line))}
+    return frozenset(need for need in needs if need.package not in packages)
 
 
-def _of_container(image: str, packages: Packages) -> Packages | None:
-    """By the image's Python, in an Apptainer file or an image that docker or podman has here."""
+def _of_container(image: str, needs: Needs) -> Needs | None:
+    """By its label or its Python, in an Apptainer file or an image that docker or podman has here."""
     if image.endswith(".sif"):
         commands: list[tuple[str, ...]] = [
             (program, "exec", "--cleanenv", image, "python") for program in ("apptainer", "singularity")
         ]
     else:
         options = ("run", "--rm", "--pull=never", "--network=none", "--entrypoint=python", "--")
-        commands = [
-            (program, *options, _name(image))
-            for program in ("docker", "podman")
-            if _output(program, "image", "inspect", "--", _name(image)) is not None
-        ]
+        commands = []
+        for program in ("docker", "podman"):
+            labels = _output(program, "image", "inspect", "--format={{json .Config.Labels}}", "--", _name(image))
+            # An image that was made from it may have more than the label says.
+            if labels is not None and needs <= {need for need in needs if need.extra in _labelled(labels)}:
+                return frozenset()
+            commands += [(program, *options, _name(image))] if labels is not None else []
     for command in commands:
-        lines = (_output(*command, "-c", _CODE, *sorted(packages)) or "").splitlines()
+        lines = (_output(*command, "-c", _CODE, *sorted(need.package for need in needs)) or "").splitlines()
         if lines and lines[-1].startswith("missing:"):
-            return frozenset(lines[-1].split()[1:])
+            absent = lines[-1].split()[1:]
+            return frozenset(need for need in needs if need.package in absent)
     return None
+
+
+def _labelled(labels: str) -> list[str]:
+    try:
+        extras_of_image: list[str] = (json.loads(labels) or {}).get(LABEL, "").split()
+    except (ValueError, AttributeError):
+        return []
+    return extras_of_image
 
 
 def _name(image: str) -> str:

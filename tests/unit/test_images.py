@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from llmrecipes.launch.image_packages import extras_in_tag
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
@@ -114,6 +117,34 @@ def test_hostile_arguments_are_single_words() -> None:
     assert 'BASE_IMAGE=x"; touch pwned' in command
     assert "TORCH_INDEX=$(id)" in command
     assert command[-2:] == ["--x=$(id)", "."]
+
+
+@pytest.mark.parametrize(
+    ("given", "tag"),
+    [
+        ("all", "cuda-all"),
+        ("ray,all", "cuda-all.ray"),
+        ("zero  wandb,zero", "cuda-wandb.zero"),
+        ("", "cuda-none"),
+        ("none", "cuda-none"),
+    ],
+)
+def test_the_tag_names_the_extras_that_are_built(given: str, tag: str) -> None:
+    wanted = build_image.image("cuda", "rdma", None, None, "me/x", given)
+    assert re.fullmatch(rf"me/x:[\d.]+-{tag}-[0-9a-f]{{12}}", wanted.tags[-1])
+    assert extras_in_tag(wanted.tags[-1]) == frozenset(wanted.arguments["EXTRAS"].split())
+    assert any(name.endswith("-cuda") for name in wanted.tags) == (given == "all"), "the short tag is the default's"
+
+
+def test_an_extra_that_does_not_exist_is_not_built() -> None:
+    for given in ("all,wamdb", "dev"):
+        with pytest.raises(build_image.BuildError, match="corpora, energy"):
+            build_image.image("cpu", "rdma", None, None, "x", given)
+
+
+def test_the_imports_of_every_extra_are_tried() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert smoke_import.EXTRAS.keys() == project["optional-dependencies"].keys() - {"dev"}
 
 
 def test_a_missing_builder_is_one_message(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -389,7 +389,8 @@ def images(things: list[Thing]) -> list[str]:
 def test_images_are_of_this_version_or_pinned(base: str) -> None:
     for image in images(built(base)):
         if image.startswith("llmrecipes:"):
-            assert image == f"llmrecipes:{__version__}-cpu"  # as tools/build_image.py tags it
+            ray = "-all.ray" if base == "prepare-ray" else ""
+            assert image == f"llmrecipes:{__version__}-cpu{ray}"  # as tools/build_image.py tags it
         else:
             assert re.search(r"@sha256:[0-9a-f]{64}$", image), image
 

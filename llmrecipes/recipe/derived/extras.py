@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from llmrecipes.recipe.engines import ENGINES, engine_name
 from llmrecipes.recipe.schema import Data, Recipe
 from llmrecipes.recipe.sections.data_steps import DecontaminateStep
 from llmrecipes.recipe.sections.plugins import MetricSink, declared
+from llmrecipes.stores import PACKAGES
 
 HARNESS = "lm_eval"
 
 
 @dataclass(frozen=True)
 class Need:
-    """`key` of a recipe needs `package`, as it is imported, which is only in `extra`."""
+    """`key` of a recipe needs `package`, as it is imported, which is only in `extra`; None: in no extra."""
 
     key: str
     package: str
-    extra: str
+    extra: str | None
 
     def __str__(self) -> str:
-        return f"{self.package} (extra {self.extra}, for {self.key})"
+        return f"{self.package} ({f'extra {self.extra}' if self.extra else 'in no extra'}, for {self.key})"
 
 
 def of_recipe(recipe: Recipe, *, prepares: bool) -> Iterator[Need]:
@@ -37,8 +39,7 @@ def of_recipe(recipe: Recipe, *, prepares: bool) -> Iterator[Need]:
     yield from of_tracking(recipe)
     if recipe.train.eval_tasks is not None:
         yield Need("train.eval_tasks", HARNESS, "eval")
-    if (url := recipe.checkpoint.copy_to) is not None and url.startswith("s3://"):
-        yield Need("checkpoint.copy_to", "s3fs", "corpora")
+    yield from of_url("checkpoint.copy_to", recipe.checkpoint.copy_to or "")
     if prepares:
         yield from of_data(recipe.data)
 
@@ -61,5 +62,10 @@ def of_data(data: Data) -> Iterator[Need]:
         if isinstance(step, DecontaminateStep) and step.tasks:
             yield Need(f"data.steps.{number}.tasks", HARNESS, "eval")
     for number, source in enumerate(data.sources):
-        if source.location.startswith("s3://"):
-            yield Need(f"data.sources.{number}.path", "s3fs", "corpora")
+        yield from of_url(f"data.sources.{number}.path", source.location)
+
+
+def of_url(key: str, url: str) -> Iterator[Need]:
+    """What opening a file or a folder needs."""
+    if (scheme := urlsplit(url).scheme) in PACKAGES:
+        yield Need(key, *PACKAGES[scheme])

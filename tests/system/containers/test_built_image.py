@@ -28,6 +28,17 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[3]
 STEPS = 100
+LISTED = """
+import sys
+from importlib import metadata, util
+found = {each.name.lower().replace("_", "-").replace(".", "-"): each for each in metadata.distributions()}
+for line in sys.stdin:
+    extra, *names = line.split()
+    files = [file.locate() for name in names if name in found for file in found[name].files or ()]
+    compiled = [type(file)(util.cache_from_source(file)) for file in files if file.suffix == ".py"]
+    print(extra, sum(file.stat().st_size for file in (*files, *compiled) if file.is_file()))
+"""
+"""Prints the bytes of packages with their bytecode; given lines with a name, and those packages."""
 SMALL = [
     f"train.train_iters={STEPS}", "train.log_interval=10", "train.global_batch_size=4", "layout.micro_batch_size=2",
     "train.eval_iters=1", "model.seq_length=64", "model.num_layers=2",
@@ -89,10 +100,15 @@ def test_it_is_small_and_nothing_of_this_machine_is_in_it(tool: Podman, image: s
     folders = " ".join(f"/opt/llmrecipes/venv/lib/python3*/site-packages/{part}" for part in parts)
     script = f"du --bytes --summarize --total {folders} | tail -n 1"
     of_cuda = 0 if reaches_pytorch() else int(tool("run", "--rm", image, "sh", "-c", script).split()[0])
-    print(f"\n{image}: {about['Size'] / 1e9:.2f} GB, of which {of_cuda / 1e9:.2f} GB are packages of CUDA")
-    assert about["Size"] - of_cuda < 1.5e9
-    assert about["Config"]["User"] == "10001"
     labels = about["Config"]["Labels"]
+    extras = bytes_by_extra(tool, image, labels["llmrecipes.extras"].split())
+    print(
+        f"\n{image}: {about['Size'] / 1e9:.2f} GB, of which {of_cuda / 1e9:.2f} GB are packages of CUDA; extras (MB): "
+        + ", ".join(f"{name} {size / 1e6:.1f}" for name, size in extras.items())
+    )
+    assert about["Size"] - of_cuda - extras["together"] < 1.5e9
+    assert all(extras.values()), "each extra is in it"
+    assert about["Config"]["User"] == "10001"
     assert labels["org.opencontainers.image.version"]
     assert len(labels["llmrecipes.content"]) == 64
     assert image.endswith(labels["llmrecipes.content"][:12])
@@ -105,6 +121,25 @@ def test_it_is_small_and_nothing_of_this_machine_is_in_it(tool: Podman, image: s
     history = tool("image", "history", "--no-trunc", image)
     for value in filter(None, (os.environ.get(name) for name in ("PIP_INDEX_URL", "PIP_FIND_LINKS", "PIP_CERT"))):
         assert value not in history
+
+
+def bytes_by_extra(tool: Podman, image: str, extras: list[str]) -> dict[str, int]:
+    """What each extra adds to an image, and what all of them do, as far as the lists of files in it tell."""
+    command = [sys.executable, "tools/runtime_lock.py", "requirements/lock.txt", "--without", "plotly"]
+
+    def packages(*options: str) -> set[str]:
+        done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=True)
+        return set(re.findall(r"^([\w.-]+)==", done.stdout, re.MULTILINE))
+
+    base = packages()
+    more = {extra: packages("--extra", extra) - base for extra in extras}
+    more["together"] = set[str]().union(*more.values())
+    given = "\n".join(" ".join([name, *names]) for name, names in more.items())
+    script = f"printf %s {shlex.quote(given)} | python -c {shlex.quote(LISTED)}"
+    return {
+        name: int(size)
+        for name, size in map(str.split, tool("run", "--rm", "--network=none", image, "sh", "-c", script).splitlines())
+    }
 
 
 def test_a_rehearsal_runs_without_rights(tool: Podman, image: str) -> None:
