@@ -2,7 +2,7 @@
 
     python tools/build_image.py cpu
     python tools/build_image.py cuda --fabric efa --builder podman
-    python tools/build_image.py cuda --extras "zero wandb"
+    python tools/build_image.py cuda --extras "zero wandb" --repository ghcr.io/me/llmrecipes --push
 
 The tag holds the version, the extras, and a hash of everything the image is made of, so that one tag is never two
 images. Run by `make image`; needs nothing but Python.
@@ -244,6 +244,24 @@ def read_file(builder: str, tag: str, path: str) -> str:
         run([builder, "rm", container], keep=True)
 
 
+def push(builder: str, tags: Sequence[str]) -> str:
+    """Push all tags of an image to its registry; the name with the digest, as `llmrecipes submit --image` takes it."""
+    repository = tags[-1].rpartition(":")[0]
+    if Path(builder).name == "docker":
+        for tag in tags:
+            run([builder, "push", tag])
+        listed = json.loads(
+            run([builder, "image", "inspect", "--format", "{{json .RepoDigests}}", tags[-1]], keep=True)
+        )
+        digest = next(name.partition("@")[2] for name in listed if name.startswith(f"{repository}@"))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            for tag in tags:
+                run([builder, "push", "--digestfile", f"{folder}/digest", tag])
+            digest = (Path(folder) / "digest").read_text("utf-8").strip()
+    return f"{tags[-1]}@{digest}"
+
+
 def build(options: argparse.Namespace) -> None:
     """Build, and write the bill of materials beside it."""
     wanted = image(options.kind, options.fabric, options.base, options.torch_index, options.repository, options.extras)
@@ -263,6 +281,8 @@ def build(options: argparse.Namespace) -> None:
     sbom = options.sbom or ROOT / "build" / f"{tag.rpartition('/')[2].replace(':', '-')}.cdx.json"
     sbom.parent.mkdir(parents=True, exist_ok=True)
     sbom.write_text(read_file(builder, tag, SBOM), "utf-8")
+    if options.push:
+        print(f"pushed: {push(builder, wanted.tags)}")
     print(f"{tag}\nbill of materials: {sbom}")
 
 
@@ -282,6 +302,9 @@ def main() -> int:
     parser.add_argument("--host-pip", action="store_true", help="build with this machine's pip configuration")
     parser.add_argument("--repository", default="llmrecipes", help="name in front of the tag")
     parser.add_argument("--sbom", type=Path, help="where the bill of materials goes; default: build/")
+    parser.add_argument(
+        "--push", action="store_true", help="push to the registry of --repository, and print the digest"
+    )
     parser.add_argument("--print-tag", action="store_true", help="print the tag and build nothing")
     try:
         build(parser.parse_args())

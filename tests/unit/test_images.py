@@ -52,7 +52,7 @@ def test_dockerfiles_pass_their_linter() -> None:
 
 
 def test_yaml_passes_its_linter() -> None:
-    run_linter("yamllint", "--strict", "docker", "k8s", ".yamllint.yaml", ".hadolint.yaml")
+    run_linter("yamllint", "--strict", ".github", "docker", "k8s", ".yamllint.yaml", ".hadolint.yaml")
 
 
 def test_every_base_is_one_content() -> None:
@@ -145,6 +145,35 @@ def test_an_extra_that_does_not_exist_is_not_built() -> None:
 def test_the_imports_of_every_extra_are_tried() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert smoke_import.EXTRAS.keys() == project["optional-dependencies"].keys() - {"dev"}
+
+
+@pytest.mark.parametrize("builder", ["docker", "podman"])
+def test_all_tags_are_pushed_and_the_digest_is_printed(tmp_path: Path, builder: str) -> None:
+    digest = f"sha256:{'5' * 64}"
+    listed = json.dumps([f"reg:5000/other@sha256:{'6' * 64}", f"reg:5000/me/x@{digest}"])
+    script = f"""#!/bin/sh
+echo "$*" >> {tmp_path}/calls
+case "$*" in image*) echo '{listed}' ;; *--digestfile*) echo {digest} > "$3" ;; esac
+"""
+    (tmp_path / builder).write_text(script)
+    (tmp_path / builder).chmod(0o755)
+    tags = ["reg:5000/me/x:1-all", "reg:5000/me/x:1-all-0123"]
+    assert build_image.push(str(tmp_path / builder), tags) == f"{tags[-1]}@{digest}"
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert [call.split()[-1] for call in calls if call.startswith("push")] == tags
+
+
+def test_the_workflow_builds_every_image_with_the_tool() -> None:
+    text = (ROOT / ".github" / "workflows" / "images.yaml").read_text()
+    workflow = yaml.safe_load(text)
+    assert workflow["defaults"]["run"]["shell"] == "bash", "a build that fails in front of a pipe is no success"
+    [job] = workflow["jobs"].values()
+    assert {row["kind"] for row in job["strategy"]["matrix"]["include"]} == set(build_image.BASES)
+    assert all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", step["uses"]) for step in job["steps"] if "uses" in step)
+    scripts = "\n".join(step["run"] for step in job["steps"] if "run" in step)
+    assert "${{" not in scripts, "values reach a script as variables, never as its text"
+    options = re.search(r"build_image\.py (.+)", scripts.replace("\\\n", " "))
+    assert options and {"--push", "--extras", "--repository"} <= set(options[1].split())
 
 
 def test_a_missing_builder_is_one_message(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
