@@ -190,11 +190,11 @@ def submit_recipe(
     run, launcher_options = taken({**_options(options, place_of_jobs.takes, to), "accept-changes": accept_changes})
     recipe = str(name_or_path)
     words = list(override_words(overrides))
+    paths = Paths(directory(runs_dir, RUNS_VARIABLE, RUNS_DIR), directory(data_dir, DATA_VARIABLE, DATA_DIR))
     if cluster is None and not place_of_jobs.needs_cluster:
         planned = plan_on_this_machine(recipe, words, nodes, ranks_per_node)
     else:
-        planned = plan_for(recipe, words, cluster, nodes, ranks_per_node)
-    paths = Paths(directory(runs_dir, RUNS_VARIABLE, RUNS_DIR), directory(data_dir, DATA_VARIABLE, DATA_DIR))
+        planned = plan_for(recipe, words, cluster, nodes, ranks_per_node, paths.runs_dir)
     return submit(planned, place_of_jobs, launcher_options, paths, run_id=run_id, options=run, dry_run=dry_run)
 
 

@@ -21,7 +21,7 @@ CODE_BUDGET = {
     "bench": 867,
     "bundle": 491,
     "checkpoint": 1173,
-    "cli": 3723,
+    "cli": 3725,
     "data": 7910,
     "diagnosis": 1016,
     "doctor": 1233,
@@ -35,7 +35,7 @@ CODE_BUDGET = {
     "hf": 2445,
     "launch": 3218,
     "models": 4120,
-    "plan": 5589,
+    "plan": 5650,
     "recipe": 8934,
     "report": 1824,
     "scaling": 400,
@@ -43,7 +43,7 @@ CODE_BUDGET = {
     "tracking": 2578,
     "train": 3298,
     "verify": 650,
-    "workflow": 3692,
+    "workflow": 3753,
 }
 """Most lines of code of each package; `.` are the modules beside the packages. Whoever needs more removes something, or
 raises the number and says in the commit why."""

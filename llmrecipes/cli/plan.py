@@ -156,7 +156,7 @@ def _forecast(asked: _Asked) -> int:
 
     options = asked.options
     try:
-        forecast = workflow.of_recipe(*asked.machine, asked.price)
+        forecast = workflow.of_recipe(*asked.machine, asked.price, asked.runs_dir)
     except SpeedUnknownError:
         if asked.as_json or options.prices is not None or options.picture is not None:
             raise
@@ -217,7 +217,9 @@ def _details(asked: _Asked) -> int:
 
     options = asked.options
     loaded = load(asked.recipe, asked.overrides)
-    plan, cluster = plan_on(loaded.recipe, nproc=asked.ranks, cluster=asked.cluster, nodes=asked.nodes)
+    plan, cluster = plan_on(
+        loaded.recipe, nproc=asked.ranks, cluster=asked.cluster, nodes=asked.nodes, runs_dir=asked.runs_dir
+    )
     sent = communication_on(plan, cluster, asked.cluster)
     data = preparation(loaded.recipe, cluster)
     if asked.as_json:
@@ -256,7 +258,7 @@ def _speed(asked: _Asked) -> int:
     from llmrecipes.workflow.plan import plan_on
 
     recipe = load(asked.recipe, asked.overrides).recipe
-    plan, _ = plan_on(recipe, nproc=asked.ranks, cluster=asked.cluster, nodes=asked.nodes)
+    plan, _ = plan_on(recipe, nproc=asked.ranks, cluster=asked.cluster, nodes=asked.nodes, runs_dir=asked.runs_dir)
     report = speed(plan, asked.cluster)
     print(json.dumps(report.as_dict(), indent=2) if asked.as_json else plan_text.speed_as_text(report))
     return 0
@@ -369,7 +371,7 @@ def _pin(asked: _Asked) -> int:
     from llmrecipes.workflow.plan import plan_on
 
     recipe = load(asked.recipe, asked.overrides).recipe
-    plan, _ = plan_on(recipe, nproc=asked.ranks, cluster=asked.cluster, nodes=asked.nodes)
+    plan, _ = plan_on(recipe, nproc=asked.ranks, cluster=asked.cluster, nodes=asked.nodes, runs_dir=asked.runs_dir)
     if plan.chosen is None:
         raise UserError(
             "nothing is chosen",

@@ -91,7 +91,7 @@ def submit(
     if cluster is None and not place.needs_cluster:
         planned = plan_on_this_machine(recipe, overrides, nodes, ranks_per_node)
     else:
-        planned = plan_for(recipe, overrides, cluster, nodes, ranks_per_node)
+        planned = plan_for(recipe, overrides, cluster, nodes, ranks_per_node, runs_dir)
     done = hand_over(
         planned, place, {name: value for name, value in launcher_options.items() if name in place.takes},
         Paths(runs_dir, data_dir), run_id=run_id, options=options, dry_run=dry_run,

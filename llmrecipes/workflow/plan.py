@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from llmrecipes.hardware.cluster import Cluster
@@ -20,6 +21,7 @@ from llmrecipes.recipe.derived.stage_runs import stage_named, stage_recipes
 from llmrecipes.recipe.reading.layouts import undecided
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.units import MIB
+from llmrecipes.workflow.measured_steps import measured_steps
 
 TEXT_RATE = {"words": 13.0 * MIB, "gigatoken": 50.0 * MIB, "tokenizers": 2.8 * MIB}
 """Bytes of text a second that `prepare` makes into files of tokens on one core, by what tokenizes it: a `bpe` with the
@@ -82,7 +84,9 @@ def _tokenizing(recipe: Recipe) -> str:
     return "gigatoken" if recipe.data.chat is None and find_spec("gigatoken") else "tokenizers"
 
 
-def plan_on(recipe: Recipe, *, nproc: int | None, cluster: str | None, nodes: int | None) -> tuple[RunPlan, Cluster]:
+def plan_on(
+    recipe: Recipe, *, nproc: int | None, cluster: str | None, nodes: int | None, runs_dir: Path | None = None
+) -> tuple[RunPlan, Cluster]:
     """The plan of a recipe, and the machine it is made for.
 
     Args:
@@ -90,13 +94,14 @@ def plan_on(recipe: Recipe, *, nproc: int | None, cluster: str | None, nodes: in
         nproc: ranks; None: all GPUs of the machine, else the fewest that the layout needs.
         cluster: name or path of a cluster profile; None: this machine.
         nodes: nodes of the cluster; None: the fewest that fit the ranks.
+        runs_dir: see `laid_out`.
 
     Raises:
         UserError: no such profile, or a layout that does not divide the ranks. A plan that does not fit raises nothing.
     """
     machine = planned(cluster, nodes, nproc or least_ranks(recipe))
     ranks = default_world_size(recipe, machine) if nproc is None else nproc
-    return laid_out(recipe, ranks, machine, None if cluster is None else load_profile(cluster)), machine
+    return laid_out(recipe, ranks, machine, None if cluster is None else load_profile(cluster), runs_dir), machine
 
 
 def placement(
@@ -117,9 +122,15 @@ def placement(
     return place(of_stage, ranks, machine)
 
 
-def laid_out(recipe: Recipe, ranks: int, machine: Cluster, profile: Profile | None) -> RunPlan:
-    """The plan of a recipe with what `layout: auto` chooses for these ranks; arguments and errors as of `choose`."""
-    choice = choose(recipe, machine, ranks, profile)
+def laid_out(
+    recipe: Recipe, ranks: int, machine: Cluster, profile: Profile | None, runs_dir: Path | None = None
+) -> RunPlan:
+    """The plan of a recipe with what `layout: auto` chooses for these ranks; arguments and errors as of `choose`.
+
+    Args:
+        runs_dir: directory of earlier runs, whose measured steps the choice uses; None: it uses none.
+    """
+    choice = choose(recipe, machine, ranks, profile, measured_steps(recipe, machine, ranks, runs_dir))
     if choice is None:
         return derive_run(recipe, ranks, machine)
     return replace(derive_run(choice.recipe, ranks, machine), chosen=choice.as_dict())

@@ -66,7 +66,13 @@ class TrainOptions:
     run: RunOptions = field(default_factory=RunOptions)
 
 
-def plan_run(recipe: Recipe, cluster: Cluster, ranks: int | None = None, profile: Profile | None = None) -> RunPlan:
+def plan_run(
+    recipe: Recipe,
+    cluster: Cluster,
+    ranks: int | None = None,
+    profile: Profile | None = None,
+    runs_dir: Path | None = None,
+) -> RunPlan:
     """Plan a recipe, and reject what cannot work.
 
     Args:
@@ -74,6 +80,7 @@ def plan_run(recipe: Recipe, cluster: Cluster, ranks: int | None = None, profile
         cluster: all nodes of the run together.
         ranks: ranks of all nodes; None: `default_world_size`.
         profile: for `layout: auto`; None: the GPU's data file.
+        runs_dir: see `laid_out`.
 
     Raises:
         UserError: the layout or the batch does not fit the ranks, or the run does not fit the machine; or it would not
@@ -83,7 +90,7 @@ def plan_run(recipe: Recipe, cluster: Cluster, ranks: int | None = None, profile
     elastic = recipe.train.elastic is not None
     if elastic:
         require_elastic_world(recipe, ranks)
-    plan = laid_out(recipe, ranks, cluster, profile)
+    plan = laid_out(recipe, ranks, cluster, profile, runs_dir)
     check_run(plan, cluster)
     if elastic:
         check_fewer(plan.recipe, ranks, cluster)

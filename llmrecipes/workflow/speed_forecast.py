@@ -38,17 +38,20 @@ def of_recipe(
     nodes: int | None,
     gpus: int | None,
     usd_per_gpu_hour: float | None = None,
+    runs_dir: Path | None = None,
 ) -> Forecast:
     """Speed, memory and cost of a recipe as it is.
 
     Args:
         usd_per_gpu_hour: price; None: that of the profile.
+        runs_dir: see `plan.laid_out`.
 
     Raises:
         SpeedUnknownError: nothing is known of the machine's speed.
         UserError: the recipe, the profile or the layout is wrong.
     """
-    plan, _ = plan_on(load(recipe, overrides).recipe, nproc=gpus, cluster=cluster, nodes=nodes)
+    loaded = load(recipe, overrides).recipe
+    plan, _ = plan_on(loaded, nproc=gpus, cluster=cluster, nodes=nodes, runs_dir=runs_dir)
     predicted = replace(forecast_run(plan, None if cluster is None else load_profile(cluster)), chosen=plan.chosen)
     return _priced(predicted, usd_per_gpu_hour)
 

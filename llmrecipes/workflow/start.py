@@ -131,7 +131,7 @@ def prepare_start(
         Finished: with `skip_finished`.
         UserError: nothing was started. A directory that was created for it is removed.
     """
-    plan = plan_run(recipe, machine.cluster, machine.ranks, machine.profile)
+    plan = plan_run(recipe, machine.cluster, machine.ranks, machine.profile, paths.runs_dir)
     if plan.chosen is not None:
         log(f"layout auto: {plan.chosen['text']}")
     recipe = plan.recipe  # what `recompute_granularity: auto` has become: the ranks do not choose again

@@ -34,6 +34,7 @@ from llmrecipes.recipe.reading.layouts import chosen_keys, is_name
 from llmrecipes.recipe.reading.overrides import parse_override
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.runfiles import RunFiles, checked_run_id
+from llmrecipes.workflow.measured_steps import measured_steps
 from llmrecipes.workflow.run import (
     Paths,
     TrainOptions,
@@ -77,7 +78,12 @@ class Submitted:
 
 
 def plan_for(
-    recipe: str, overrides: list[str], cluster: str | None, nodes: int, ranks_per_node: int | None = None
+    recipe: str,
+    overrides: list[str],
+    cluster: str | None,
+    nodes: int,
+    ranks_per_node: int | None = None,
+    runs_dir: Path | None = None,
 ) -> PlannedForCluster:
     """Plan a recipe for some nodes of a site.
 
@@ -86,6 +92,7 @@ def plan_for(
         cluster: name or path of a profile.
         nodes: how many of its nodes; more nodes add data-parallel ranks and change nothing else.
         ranks_per_node: None: one per GPU.
+        runs_dir: see `plan.laid_out`.
 
     Raises:
         UserError: the recipe or the profile is wrong, or the run does not fit.
@@ -105,7 +112,7 @@ def plan_for(
         )
     site = machine(profile, nodes)
     ranks = nodes * (ranks_per_node or profile.ranks_per_node)
-    choice = choose(loaded, site, ranks, profile)
+    choice = choose(loaded, site, ranks, profile, measured_steps(loaded, site, ranks, runs_dir))
     if choice is not None:
         overrides = _with_layout(recipe, overrides, choice)
         loaded = load(recipe, overrides).recipe

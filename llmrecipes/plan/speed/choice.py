@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +14,46 @@ from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.plan.derive import derive
 from llmrecipes.plan.speed.device import SpeedUnknownError
-from llmrecipes.plan.speed.search import ZERO, Candidate, by_zero, changes, fastest
+from llmrecipes.plan.speed.forecast import forecast
+from llmrecipes.plan.speed.search import ZERO, Candidate, by_zero, changes, fastest, plan_of
 from llmrecipes.recipe.derived.degrees import model_parallel_size
 from llmrecipes.recipe.reading.layouts import CHOSEN, undecided
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.sections.layout_section import LayoutKeys
 
 logger = logging.getLogger(__name__)
 ALIKE = 0.01
 """A third of the median error of predicted times."""
 _COMPARED = 24
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """What an earlier run of the recipe has measured.
+
+    Attributes:
+        layout: its keys, as the run's plan has resolved them.
+        device: name of its GPU's coefficients.
+        seconds: of a step.
+    """
+
+    run: str
+    layout: LayoutKeys
+    device: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A candidate and its seconds of a step.
+
+    Attributes:
+        run: that has measured them; None: predicted, and corrected by what was measured in other layouts.
+    """
+
+    candidate: Candidate
+    seconds: float
+    run: str | None = None
 
 
 @dataclass(frozen=True)
@@ -36,6 +68,10 @@ class Choice:
     """Layouts that are as fast, itself included."""
     following: Candidate | None
     """The fastest of the slower ones; None: there is none, or too many are as fast."""
+    slower: float = 0.0
+    """How much longer a step of `following` takes, as a fraction."""
+    measured: str | None = None
+    """The run that has measured the layout; None: its time is predicted."""
 
     @property
     def recipe(self) -> Recipe:
@@ -48,19 +84,17 @@ class Choice:
             return f"{self.chosen.key}: nothing fits without offload, whose time is unknown"
         fastest = f"simplest of the {self.alike} fastest" if self.alike > 1 else "fastest"
         why = f"{fastest} that fit{'' if self.alike > 1 else 's'}"
-        text = f"{self.chosen.key}: {why}, {self.chosen.forecast.as_dict()['mfu_full']:.0%} MFU predicted"
-        return text if self.following is None else f"{text}; next {self.following.key}, {self._slower:.1%} slower"
-
-    @property
-    def _slower(self) -> float:
-        if self.following is None:
-            return 0.0
-        return self.following.forecast.step.seconds / self.chosen.forecast.step.seconds - 1
+        speed = f"{self.chosen.forecast.as_dict()['mfu_full']:.0%} MFU predicted"
+        if self.measured is not None:
+            speed = f"measured in {self.measured}"
+        text = f"{self.chosen.key}: {why}, {speed}"
+        return text if self.following is None else f"{text}; next {self.following.key}, {self.slower:.1%} slower"
 
     def as_dict(self) -> dict[str, Any]:
         """For plan.json."""
-        following = None if self.following is None else {"layout": self.following.key, "slower": self._slower}
-        return {"layout": self.chosen.key, "next": following, "text": str(self)}
+        following = None if self.following is None else {"layout": self.following.key, "slower": self.slower}
+        measured = {} if self.measured is None else {"measured": self.measured}
+        return {"layout": self.chosen.key, "next": following, **measured, "text": str(self)}
 
 
 def _kept(recipe: Recipe) -> Iterator[str]:
@@ -70,7 +104,9 @@ def _kept(recipe: Recipe) -> Iterator[str]:
         yield ZERO
 
 
-def choose(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None) -> Choice | None:
+def choose(
+    recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None, measured: Sequence[MeasuredStep] = ()
+) -> Choice | None:
     """The fastest layout that fits, of those that keep what the recipe sets.
 
     With ZeRO of DeepSpeed only where nothing fits without it, and with its offload only where that does not fit either.
@@ -78,6 +114,7 @@ def choose(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None
     Args:
         ranks: ranks of the run, all of which the layout uses.
         profile: the cluster's links and coefficients; None: those of the GPU's data file.
+        measured: by earlier runs of the recipe on as many ranks, the newest first.
 
     Returns:
         None: the recipe names another layout, sets everything, or runs on processors. Unless it asks for auto, also
@@ -100,10 +137,10 @@ def choose(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None
             fix="layout=null, or a name of layouts",
         )
     try:
-        choice = _choice(recipe, cluster.emptied(), ranks, profile)
+        choice = _choice(recipe, cluster.emptied(), ranks, profile, measured)
         # All memory, so that the next run here has the same layout; but others may keep some.
         fits = derive(choice.recipe, ranks, cluster).fits
-        return choice if fits else _choice(recipe, cluster, ranks, profile)
+        return choice if fits else _choice(recipe, cluster, ranks, profile, measured)
     except SpeedUnknownError as error:
         if asked:
             raise
@@ -115,7 +152,9 @@ def choose(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None
         return None  # the plan says what does not divide or fit
 
 
-def _choice(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None) -> Choice:
+def _choice(
+    recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None, measured: Sequence[MeasuredStep]
+) -> Choice:
     kept = frozenset(_kept(recipe))
     try:
         best = fastest(recipe, cluster, ranks, profile, _COMPARED, kept, ALIKE)
@@ -126,8 +165,71 @@ def _choice(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | Non
         if candidate is None:
             raise UserError(error.what, where="layout auto", rule=error.rule, fix=error.fix) from error
         best = [candidate]
-    alike = [each for each in best if each.forecast.step.seconds <= best[0].forecast.step.seconds * (1 + ALIKE)]
-    return Choice(min(alike, key=_complexity), len(alike), next(iter(best[len(alike) :]), None))
+    timed = [_Timed(candidate, candidate.forecast.step.seconds) for candidate in best]
+    if measured:
+        timed = _corrected(_with_runs(recipe, best, cluster, ranks, profile, measured), measured)
+    alike = [each for each in timed if each.seconds <= timed[0].seconds * (1 + ALIKE)]
+    chosen = min(alike, key=lambda each: _complexity(each.candidate))
+    following = next(iter(timed[len(alike) :]), None)
+    slower = 0.0 if following is None else following.seconds / chosen.seconds - 1
+    after = None if following is None else following.candidate
+    return Choice(chosen.candidate, len(alike), after, slower, chosen.run)
+
+
+def _with_runs(
+    recipe: Recipe,
+    best: list[Candidate],
+    cluster: Cluster,
+    ranks: int,
+    profile: Profile | None,
+    measured: Sequence[MeasuredStep],
+) -> list[Candidate]:
+    """The candidates, and those layouts of earlier runs that were predicted to be slower than all of them.
+
+    Without runs whose layout has another value of a key that the recipe sets, or does not fit this machine.
+    """
+    candidates = list(best)
+    for step in measured:
+        values = {name: getattr(step.layout, name) for name in (*CHOSEN, "use_distributed_optimizer")}
+        laid_out = recipe.with_layout(**{name: value for name, value in values.items() if name not in _kept(recipe)})
+        if any(_same(candidate, step) for candidate in candidates):
+            continue
+        plan = plan_of(laid_out, cluster, ranks)
+        if plan is not None and plan.fits:
+            candidates.append(Candidate(plan.recipe, forecast(plan, profile)))
+    return candidates
+
+
+def _corrected(candidates: list[Candidate], measured: Sequence[MeasuredStep]) -> list[_Timed]:
+    """Candidates with what was measured, the fastest first.
+
+    What is not measured is predicted, times the median of measured over predicted in the layouts that are: a machine
+    that is slower than its coefficients is so in all of them.
+    """
+    runs = {
+        number: step
+        for number, candidate in enumerate(candidates)
+        if (step := next((step for step in measured if _same(candidate, step)), None))
+    }
+    predicted = [candidate.forecast.step.seconds for candidate in candidates]
+    factor = statistics.median([step.seconds / predicted[number] for number, step in runs.items()] or [1.0])
+    timed = [
+        _Timed(candidate, runs[number].seconds, runs[number].run)
+        if number in runs
+        else _Timed(candidate, predicted[number] * factor)
+        for number, candidate in enumerate(candidates)
+    ]
+    return sorted(timed, key=lambda each: each.seconds)
+
+
+def _same(candidate: Candidate, step: MeasuredStep) -> bool:
+    """Whether a run on the same GPUs had this layout, in every key."""
+    layout = candidate.forecast.plan.recipe.layout
+    return candidate.forecast.device.name == step.device and _keys(layout) == _keys(step.layout)
+
+
+def _keys(layout: LayoutKeys) -> dict[str, Any]:
+    return layout.model_dump(exclude={"name"})
 
 
 def _complexity(candidate: Candidate) -> tuple[bool, int, int, int]:
