@@ -35,7 +35,7 @@ CODE_BUDGET = {
     "hf": 2445,
     "launch": 3218,
     "models": 4120,
-    "plan": 5650,
+    "plan": 5675,
     "recipe": 8934,
     "report": 1824,
     "scaling": 400,

@@ -329,15 +329,34 @@ def with_chunks(recipe: Recipe, s: Shape, laid_out: Layout, memory: int | None) 
     return in_chunks if recipe.train.z_loss_coeff or logits(in_chunks, s, laid_out, device) < whole else recipe
 
 
-def _least_recomputation(recipe: Recipe, s: Shape, laid_out: Layout, micro_batches: int, cluster: Cluster) -> Recipe:
+def least_recomputation_of_first_stage(recipe: Recipe, laid_out: Layout, cluster: Cluster) -> Recipe:
+    """The recipe with what `auto` recomputes at least: what the first stage needs. Quicker than a plan of all stages.
+
+    Raises:
+        UserError: the global batch does not divide over the ranks.
+    """
+    sizes = shape(recipe.model)
+    memory = gpu_memory(cluster, laid_out.world_size) if cluster.gpus else None
+    in_chunks = with_chunks(recipe, sizes, laid_out, memory)
+    number = num_microbatches(recipe, laid_out)
+    least = _least_recomputation(in_chunks, sizes, laid_out, number, cluster, first_only=True)
+    return least.with_layout(loss_chunk_tokens=recipe.layout.loss_chunk_tokens)
+
+
+def _least_recomputation(
+    recipe: Recipe, s: Shape, laid_out: Layout, micro_batches: int, cluster: Cluster, *, first_only: bool = False
+) -> Recipe:
     """The recipe with the first of `_recomputations` that leaves `LEAST_HEADROOM`; else with all layers.
 
     By all of a GPU's memory, which all ranks see alike, not by what is free now.
+
+    Args:
+        first_only: on the first pipeline stage, which is usually the fullest, not on all.
     """
     most = (gpu_memory if cluster.gpus else capacity)(cluster, laid_out.world_size)
 
     def fits(tried: Recipe) -> bool:
-        stages = differing_stages(tried, s, laid_out)  # the first is usually the fullest
+        stages = (0,) if first_only else differing_stages(tried, s, laid_out)
         needed = (of_stage(tried, s, laid_out, micro_batches, stage, cluster.device).total for stage in stages)
         return all(bytes_needed <= most * (1 - LEAST_HEADROOM) for bytes_needed in needed)
 

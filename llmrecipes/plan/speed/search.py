@@ -8,15 +8,16 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import chain, count
-from typing import Any
+from typing import Any, Self
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.hardware.profile import Profile
-from llmrecipes.plan.derive import LEAST_HEADROOM, Plan, capacity, derive
+from llmrecipes.plan.derive import LEAST_HEADROOM, Plan, capacity, derive, least_recomputation_of_first_stage
 from llmrecipes.plan.kernels import recomputed_layers
-from llmrecipes.plan.layout import layout
+from llmrecipes.plan.layout import Layout, layout
 from llmrecipes.plan.memory import model_states, of_stage
+from llmrecipes.plan.speed.device import Device
 from llmrecipes.plan.speed.forecast import Forecast, forecast, gpu, software, work
 from llmrecipes.plan.speed.stage_cuts import stage_cuts
 from llmrecipes.plan.speed.step import predict
@@ -259,17 +260,26 @@ def _fitting(
 ) -> list[Candidate]:
     fitting: list[Candidate] = []
     order = count()
+    timed = _LeastTimes.of(recipe, cluster, ranks, profile)
+    if timed is None:
+        return fitting
     # By the least time that they may take, and as if they recomputed nothing; then by their time.
     queue: list[tuple[float, int, Recipe, Forecast | None]] = [
-        (seconds, next(order), candidate, None)
-        for seconds, candidate in _timed(recipes, recipe, cluster, ranks, profile)
+        (seconds, next(order), candidate, None) for seconds, candidate in timed.each(recipes)
     ]
     heapify(queue)
+    bounded: set[int] = set()
     while queue and len(fitting) < number:
-        _, _, candidate, prediction = heappop(queue)
+        seconds, place, candidate, prediction = heappop(queue)
         if prediction is None:
-            if not _may_fit(candidate, cluster, ranks):
-                continue
+            if place not in bounded:
+                if not _may_fit(candidate, cluster, ranks):
+                    continue
+                if candidate.layout.recompute_granularity == "auto":
+                    # Most take longer than what is looked for by what their first stage alone has to recompute.
+                    bounded.add(place)
+                    heappush(queue, (max(seconds, timed.recomputing(candidate)), place, candidate, None))
+                    continue
             plan = plan_of(candidate, cluster, ranks)
             if plan is None or not plan.fits or plan.memory_headroom < LEAST_HEADROOM:
                 continue
@@ -414,42 +424,58 @@ def plan_of(candidate: Recipe, cluster: Cluster, ranks: int) -> Plan | None:
         return None
 
 
-def _timed(
-    every: Iterable[Recipe], recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None
-) -> Iterator[tuple[float, Recipe]]:
-    """Candidates with the least seconds of their step. One plan serves all, with what the time model reads replaced."""
-    near = cluster.gpus_per_domain
-    offload = recipe.layout.zero is not None
-    of_shape = chain(candidates(recipe, ranks, near), candidates(recipe, ranks, near, offload=True) if offload else ())
-    base = next(
-        (plan for candidate in of_shape if (plan := plan_of(candidate, cluster, ranks))),
-        None,
-    )
-    if base is None:
-        return
-    device = gpu(base, profile)
-    known: dict[Any, float] = {}
-    seen: set[Any] = set()
-    for candidate in every:
-        try:
-            laid_out = layout(candidate, ranks, cluster)
-        except UserError:
-            continue
-        zero, parallel = candidate.layout.zero, candidate.layout
-        sharding = (parallel.use_distributed_optimizer, zero and (zero.stage, zero.offload_optimizer))
-        chunks = laid_out.virtual_pipeline_model_parallel_size
-        micro = candidate.layout.micro_batch_size
-        number = candidate.train.global_batch_size // (laid_out.data_parallel_size * micro)
-        if chunks > 1 and number % laid_out.pipeline_model_parallel_size:
-            continue
-        key = (laid_out, micro, candidate.layout.recompute_granularity, candidate.layout.recompute_modules, sharding)
-        if key in seen:
-            continue
-        seen.add(key)
-        plan = replace(base, recipe=candidate, layout=laid_out, num_microbatches=number)
-        shapes = work(plan)
-        stack = software(plan, device)
-        if (shapes, stack) not in known:
-            known[shapes, stack] = predict(device, stack, shapes, at_least=True).seconds
-        if math.isfinite(known[shapes, stack]):
-            yield known[shapes, stack], candidate
+@dataclass(frozen=True)
+class _LeastTimes:
+    """The least seconds of a step. One plan serves all candidates, with what the time model reads replaced."""
+
+    base: Plan
+    device: Device
+    cluster: Cluster
+    ranks: int
+
+    @classmethod
+    def of(cls, recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None) -> Self | None:
+        """None: no layout has a plan."""
+        near = cluster.gpus_per_domain
+        offload = recipe.layout.zero is not None
+        offloaded = candidates(recipe, ranks, near, offload=True) if offload else ()
+        of_shape = chain(candidates(recipe, ranks, near), offloaded)
+        base = next((plan for candidate in of_shape if (plan := plan_of(candidate, cluster, ranks))), None)
+        return None if base is None else cls(base, gpu(base, profile), cluster, ranks)
+
+    def each(self, every: Iterable[Recipe]) -> Iterator[tuple[float, Recipe]]:
+        """Candidates that differ, with the seconds that they take at least."""
+        known: dict[Any, float] = {}
+        seen: set[Any] = set()
+        for candidate in every:
+            try:
+                laid_out = layout(candidate, self.ranks, self.cluster)
+            except UserError:
+                continue
+            zero, parallel = candidate.layout.zero, candidate.layout
+            sharding = (parallel.use_distributed_optimizer, zero and (zero.stage, zero.offload_optimizer))
+            micro = parallel.micro_batch_size
+            plan = self._plan(candidate, laid_out)
+            chunks = laid_out.virtual_pipeline_model_parallel_size
+            if chunks > 1 and plan.num_microbatches % laid_out.pipeline_model_parallel_size:
+                continue
+            key = (laid_out, micro, parallel.recompute_granularity, parallel.recompute_modules, sharding)
+            if key in seen:
+                continue
+            seen.add(key)
+            shapes = work(plan)
+            stack = software(plan, self.device)
+            if (shapes, stack) not in known:
+                known[shapes, stack] = predict(self.device, stack, shapes, at_least=True).seconds
+            if math.isfinite(known[shapes, stack]):
+                yield known[shapes, stack], candidate
+
+    def recomputing(self, candidate: Recipe) -> float:
+        """The least seconds of one with `recompute_granularity: auto`, with what its first stage has to recompute."""
+        laid_out = layout(candidate, self.ranks, self.cluster)
+        plan = self._plan(least_recomputation_of_first_stage(candidate, laid_out, self.cluster), laid_out)
+        return predict(self.device, software(plan, self.device), work(plan), at_least=True).seconds
+
+    def _plan(self, candidate: Recipe, laid_out: Layout) -> Plan:
+        number = candidate.train.global_batch_size // (laid_out.data_parallel_size * candidate.layout.micro_batch_size)
+        return replace(self.base, recipe=candidate, layout=laid_out, num_microbatches=number)
