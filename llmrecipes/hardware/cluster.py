@@ -85,14 +85,18 @@ class Cluster:
         return min(self.nvlink_domain or len(self.gpus) // self.nodes, len(self.gpus))
 
     def times(self, nodes: int) -> Cluster:
-        """Some nodes like this one."""
+        """So many times the nodes."""
+        return self.with_nodes(self.nodes * nodes)
+
+    def with_nodes(self, nodes: int) -> Cluster:
+        """So many nodes like these."""
         return replace(
             self,
-            gpus=self.gpus * nodes,
-            cpu_cores=self.cpu_cores * nodes,
-            memory_bytes=self.memory_bytes * nodes,
-            memory_available_bytes=self.memory_available_bytes * nodes,
-            nodes=self.nodes * nodes,
+            gpus=self.gpus[: len(self.gpus) // self.nodes] * nodes,
+            cpu_cores=self.cpu_cores / self.nodes * nodes,
+            memory_bytes=self.memory_bytes // self.nodes * nodes,
+            memory_available_bytes=self.memory_available_bytes // self.nodes * nodes,
+            nodes=nodes,
         )
 
     def emptied(self) -> Cluster:

@@ -208,6 +208,23 @@ def test_where_nothing_can_be_compared_the_defaults_stay(caplog: pytest.LogCaptu
         choose(load("gpt-125m", ["layout=auto"]).recipe, site, 2, None)
 
 
+def test_the_nodes_on_which_it_would_fit_have_their_own_main_memory() -> None:
+    recipe = load("llama3-405b", ["layout=auto"]).recipe
+    with refused("layout auto", rule=("16 nodes", "128 GPUs")):
+        choose(recipe, planned(H100, 2, 1), 16, load_profile(H100))
+
+
+def test_a_layout_is_tried_that_fits_only_with_its_loss_in_chunks() -> None:
+    """Which the plan chooses where the logits take much of a GPU."""
+    large = ["model.vocab_size=256000", "model.seq_length=2048", "layout.micro_batch_size=64"]
+    one_rank = ["layout.tensor_model_parallel_size=1", "layout.pipeline_model_parallel_size=1"]
+    plain = ["layout.context_parallel_size=1", "layout.recompute_granularity=null", "train.global_batch_size=512"]
+    recipe = load("gpt-125m", ["layout=auto", *large, *one_rank, *plain]).recipe
+    choice = choose(recipe, planned(H100, 1, 1), 8, load_profile(H100))
+    assert choice is not None
+    assert choice.chosen.forecast.plan.recipe.layout.loss_chunk_tokens
+
+
 def test_a_run_that_goes_on_has_its_layout_whatever_memory_is_free() -> None:
     recipe = load("gpt-1b").recipe
     (gpu, *_) = planned(H100, 1, 1).gpus

@@ -13,7 +13,16 @@ from typing import Any, Self
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.hardware.profile import Profile
-from llmrecipes.plan.derive import LEAST_HEADROOM, Plan, capacity, derive, least_recomputation_of_first_stage
+from llmrecipes.plan.derive import (
+    LEAST_HEADROOM,
+    Plan,
+    capacity,
+    derive,
+    gpu_memory,
+    least_recomputation_of_first_stage,
+    most_recomputation,
+    with_chunks,
+)
 from llmrecipes.plan.kernels import recomputed_layers
 from llmrecipes.plan.layout import Layout, layout
 from llmrecipes.plan.memory import model_states, of_stage
@@ -385,7 +394,7 @@ def _smallest(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | N
     while more <= 16_384:
         more *= 2
         nodes = -(-more // per_node)
-        larger = replace(cluster, gpus=(cluster.gpus[0],) * (nodes * per_node), nodes=nodes)
+        larger = cluster.with_nodes(nodes)
         for candidate in candidates(recipe, more, larger.gpus_per_domain):
             keys = candidate.layout
             if keys.micro_batch_size > 1 or not keys.recompute_granularity:
@@ -404,15 +413,17 @@ def _smallest(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | N
 def _may_fit(candidate: Recipe, cluster: Cluster, ranks: int) -> bool:
     """Whether the first stage may fit, which keeps the most activations: quicker than a plan of all stages.
 
-    Only its model states count where something is recomputed, because the plan may choose how much.
+    With all layers recomputed where the plan may choose how many, and its loss in the chunks that the plan gives it.
     """
     laid_out = layout(candidate, ranks, cluster)
     sizes = shape(candidate.model)
     most = capacity(cluster, ranks) * (1 - LEAST_HEADROOM)
-    if candidate.layout.recompute_granularity:
-        return model_states(candidate, sizes, laid_out, 0, cluster.device) <= most
+    if model_states(candidate, sizes, laid_out, 0, cluster.device) > most:
+        return False
     number = candidate.train.global_batch_size // (laid_out.data_parallel_size * candidate.layout.micro_batch_size)
-    return of_stage(candidate, sizes, laid_out, number, 0, cluster.device).total <= most
+    memory = gpu_memory(cluster, ranks) if cluster.gpus else None
+    least = with_chunks(most_recomputation(candidate), sizes, laid_out, memory)
+    return of_stage(least, sizes, laid_out, number, 0, cluster.device).total <= most
 
 
 def plan_of(candidate: Recipe, cluster: Cluster, ranks: int) -> Plan | None:
