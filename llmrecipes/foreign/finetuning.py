@@ -263,16 +263,11 @@ def _source(path: str, kind: str | None, name: str | None) -> dict[str, Any]:
 def _registered(named: str, folder: str, draft: Draft, stage: str, source: Path) -> None:
     """LLaMA-Factory's datasets, by their entries in dataset_info.json."""
     names = [name.strip() for name in str(named).split(",") if name.strip()]
-    candidates = [above / folder for above in (Path(), *source.parents[:2])]
-    home = next((each for each in candidates if (each / "dataset_info.json").is_file()), None)
-    try:
-        entries = json.loads((home / "dataset_info.json").read_text("utf-8")) if home else {}
-    except (OSError, ValueError):
-        entries = {}
+    home, entries = _entries(folder, source)
     sources = []
     chat: dict[str, Any] = {}
     for name in names:
-        entry = entries.get(name) if isinstance(entries, dict) else None
+        entry = entries.get(name)
         if not isinstance(entry, dict):
             draft.leave("dataset", name, f"not in {folder}/dataset_info.json here: set data.sources", differs=True)
             continue
@@ -300,6 +295,17 @@ def _registered(named: str, folder: str, draft: Draft, stage: str, source: Path)
         draft.values.setdefault("data", {}).setdefault("chat", {}).update(chat)
         if stage == "dpo":
             draft.values["data"]["chat"].setdefault("preference", {})
+
+
+def _entries(folder: str, source: Path) -> tuple[Path | None, dict[str, Any]]:
+    """The folder of the nearest dataset_info.json and what it says; nothing if it cannot be read."""
+    candidates = [above / folder for above in (Path(), *source.parents[:2])]
+    home = next((each for each in candidates if (each / "dataset_info.json").is_file()), None)
+    try:
+        entries = json.loads((home / "dataset_info.json").read_text("utf-8")) if home else {}
+    except (OSError, ValueError):
+        entries = {}
+    return home, entries if isinstance(entries, dict) else {}
 
 
 def _template(value: Any, draft: Draft, name: str) -> None:

@@ -11,7 +11,7 @@ from llmrecipes.commandline import command_line
 from llmrecipes.foreign.draft import Draft
 from llmrecipes.hf.match import section_of, validated, without_effect
 from llmrecipes.hf.reading import CONFIG
-from llmrecipes.hf.table import NEUTRAL
+from llmrecipes.hf.table import NEUTRAL, Family
 from llmrecipes.plan.parameters import count
 from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.reading.keys import keys
@@ -28,36 +28,11 @@ def from_config(config: Mapping[str, Any], draft: Draft, path: Path, wanted: Wan
         UserError: no recipe can describe the model.
     """
     family, section = section_of(config, path.parent, predicting=True)
-    ours = {entry.ours: entry.theirs for entry in family.keys}
-    for key, value in section.items():
-        name = ours.get(key, "")
-        given = name in config
-        same = value == keys()[f"model.{key}"].default
-        why = "" if given or same else f"{family.name}'s default" if name else f"of {family.name}"
-        draft.set(f"model.{key}", value, name if given else "", config.get(name), why)
-    std = config.get("initializer_range")
-    if std is not None:
-        draft.set("model.init_method_std", std, "initializer_range")
+    _set_model(section, family, config, draft)
     most = section.get("max_position_embeddings")
     length = wanted.seq_length or (min(SEQ_LENGTH, most) if isinstance(most, int) else SEQ_LENGTH)
     draft.set("model.seq_length", length, why="config.json has only the largest: --seq-length changes it")
-    coefficient = config.get("router_aux_loss_coef")
-    if coefficient and section.get("num_moe_experts"):
-        draft.leave(
-            "router_aux_loss_coef",
-            coefficient,
-            "transformers averages it over layers, Megatron adds layers: set model.moe_aux_loss_coeff",
-            differs=True,
-        )
-    translated = {row.name for row in draft.rows}
-    dropped = without_effect(config, path.parent)
-    known = {key for special in family.specials for key in special.theirs} | {fixed.theirs for fixed in family.fixed}
-    for name, value in config.items():
-        if name in translated or name in known:
-            continue
-        why = "the tokenizer's" if name in _TOKENIZER else "it does not change what the model computes"
-        if name in NEUTRAL or name in family.training_only or name in dropped:
-            draft.leave(name, value, why)
+    _leave_others(section, family, config, draft, path.parent)
     model = validated(section, length, str(path))
     like = wanted.like or nearest(count(model, shape(model)).total)
     tokenizer = wanted.tokenizer
@@ -73,3 +48,38 @@ def from_config(config: Mapping[str, Any], draft: Draft, path: Path, wanted: Wan
     folder = path.parent if path.name == CONFIG else path
     draft.advice.append(f"to start from its weights: {command_line('import', folder, options={'recipe': True})}")
     return made
+
+
+def _set_model(section: Mapping[str, Any], family: Family, config: Mapping[str, Any], draft: Draft) -> None:
+    """The keys of the model, each with its name in config.json or the reason for its value."""
+    ours = {entry.ours: entry.theirs for entry in family.keys}
+    for key, value in section.items():
+        name = ours.get(key, "")
+        given = name in config
+        same = value == keys()[f"model.{key}"].default
+        why = "" if given or same else f"{family.name}'s default" if name else f"of {family.name}"
+        draft.set(f"model.{key}", value, name if given else "", config.get(name), why)
+    std = config.get("initializer_range")
+    if std is not None:
+        draft.set("model.init_method_std", std, "initializer_range")
+
+
+def _leave_others(
+    section: Mapping[str, Any], family: Family, config: Mapping[str, Any], draft: Draft, folder: Path
+) -> None:
+    """What config.json says beside the model."""
+    coefficient = config.get("router_aux_loss_coef")
+    if coefficient and section.get("num_moe_experts"):
+        draft.leave(
+            "router_aux_loss_coef",
+            coefficient,
+            "transformers averages it over layers, Megatron adds layers: set model.moe_aux_loss_coeff",
+            differs=True,
+        )
+    accounted = {row.name for row in draft.rows} | {fixed.theirs for fixed in family.fixed}
+    accounted |= {key for special in family.specials for key in special.theirs}
+    unused = {*NEUTRAL, *family.training_only, *without_effect(config, folder)}
+    for name, value in config.items():
+        if name in unused and name not in accounted:
+            why = "the tokenizer's" if name in _TOKENIZER else "it does not change what the model computes"
+            draft.leave(name, value, why)

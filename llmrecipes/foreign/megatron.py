@@ -109,6 +109,16 @@ PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 """Names of the argument that says the layers of `pretrain_hybrid.py` (before, `pretrain_mamba.py`)."""
 _HYBRID = ("pretrain_hybrid", "pretrain_mamba")
 _LATENT = {"q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", *LATENT_YARN}
+_SWITCHES = {
+    "untie_embeddings_and_output_weights": ("model.share_embeddings_and_output_weights", False),
+    "init_method_xavier_uniform": ("model.init_method", "xavier_uniform"),
+    "use_rotary_position_embeddings": ("model.position_embedding_type", "rope"),
+    "use_rope_scaling": ("model.rope_scaling", True),
+    "recompute_activations": ("layout.recompute_granularity", "selective"),
+    "checkpoint_activations": ("layout.recompute_granularity", "full"),
+}
+_ACTIVATIONS = {"swiglu": ("silu", True), "quick_geglu": ("quick_gelu", True), "squared_relu": ("squared_relu", False)}
+"""The function, and whether it is gated; the first that is given counts."""
 _TRAINED_AS = ("learned_absolute", "rope", "yarn")
 
 
@@ -181,15 +191,17 @@ def translate(given: Mapping[str, Any], draft: Draft, ranks: int) -> None:
         if name in given and re.fullmatch(pattern or ".*", str(given[name])):
             raise _refused(f"{given[name]}: not of a GPT", _option(name))
     left = dict(given)
-    for name in [name for name, value in left.items() if UNKNOWN in str(value) and name != "vocab_file"]:
-        key = "data.sources" if name == "data_path" else key_named(_OPTIONS.get(name, name))
-        why = "only the shell knows its value" + (f": set {key}" if key and _matters(name) else "")
-        wanted = (key,) if key else ()
-        draft.leave(_option(name), left.pop(name), why, differs=_matters(name), wanted=wanted)
-    for step in (_precision, _model, _windows, _experts, _lengths, _batch, _data, _recompute, _unlike):
+    for step in (
+        _unknown, _precision, _switches, _activation, _attention, _positions, _experts, _layer_lists, _lengths, _batch,
+        _data, _unlike,
+    ):  # fmt: skip
         step(left, draft, ranks)
     for name, value in left.items():
         _by_name(name, value, draft)
+    _defaults(given, draft)
+
+
+def _defaults(given: Mapping[str, Any], draft: Draft) -> None:
     for key, default in DEFAULTS.items():
         if key != "train.eval_iters" or given.get("eval_iters") != 0:
             draft.default(key, default)
@@ -241,6 +253,14 @@ def _value(name: str, words: list[str]) -> Any:
     return True if not values else values[0] if len(values) == 1 else values
 
 
+def _unknown(left: dict[str, Any], draft: Draft, ranks: int) -> None:
+    for name in [name for name, value in left.items() if UNKNOWN in str(value) and name != "vocab_file"]:
+        key = "data.sources" if name == "data_path" else key_named(_OPTIONS.get(name, name))
+        why = "only the shell knows its value" + (f": set {key}" if key and _matters(name) else "")
+        wanted = (key,) if key else ()
+        draft.leave(_option(name), left.pop(name), why, differs=_matters(name), wanted=wanted)
+
+
 def _take(left: dict[str, Any], draft: Draft, name: str, key: str, value: Any, why: str = "") -> None:
     draft.set(key, value, _option(name), left.pop(name), why)
 
@@ -257,30 +277,42 @@ def _precision(left: dict[str, Any], draft: Draft, ranks: int) -> None:
         draft.default("train.grad_reduce_in_fp32", False)
 
 
-def _model(left: dict[str, Any], draft: Draft, ranks: int) -> None:
-    if left.pop("untie_embeddings_and_output_weights", False):
-        draft.set("model.share_embeddings_and_output_weights", False, "--untie-embeddings-and-output-weights", "")
-    if left.pop("swiglu", False):
-        draft.set("model.activation_func", "silu", "--swiglu", "")
-        draft.set("model.gated_linear_unit", True, "--swiglu", "")
-        if "ffn_hidden_size" not in left and isinstance(left.get("hidden_size"), int):
+def _switches(left: dict[str, Any], draft: Draft, ranks: int) -> None:
+    for name, (key, value) in _SWITCHES.items():
+        if left.pop(name, False):
+            draft.set(key, value, _option(name), "")
+
+
+def _activation(left: dict[str, Any], draft: Draft, ranks: int) -> None:
+    name = next((name for name in _ACTIVATIONS if left.pop(name, False)), "")
+    if name:
+        function, gated = _ACTIVATIONS[name]
+        draft.set("model.activation_func", function, _option(name), "")
+        if gated:
+            draft.set("model.gated_linear_unit", True, _option(name), "")
+        if name == "swiglu" and "ffn_hidden_size" not in left and isinstance(left.get("hidden_size"), int):
             width = int(4 * left["hidden_size"] * 2 / 3 / 64) * 64
             draft.set("model.ffn_hidden_size", width, why="Megatron-LM's default with --swiglu")
-    elif left.pop("quick_geglu", False):
-        draft.set("model.activation_func", "quick_gelu", "--quick-geglu", "")
-        draft.set("model.gated_linear_unit", True, "--quick-geglu", "")
-    elif left.pop("squared_relu", False):
-        draft.set("model.activation_func", "squared_relu", "--squared-relu", "")
     elif not any(left.get(name) for name in ("no_bias_gelu_fusion", "disable_bias_linear", "openai_gelu")):
         draft.set("model.activation_func", "gelu_tanh", why="Megatron-LM's default: bias_gelu_fusion is the tanh form")
+
+
+def _attention(left: dict[str, Any], draft: Draft, ranks: int) -> None:
     grouped = left.pop("group_query_attention", False)
     groups = left.pop("num_query_groups", None)
     if grouped:
         draft.set("model.num_query_groups", groups or 1, "--num-query-groups", groups)
     elif groups is not None:
         draft.leave("--num-query-groups", groups, "no effect without --group-query-attention")
-    if left.pop("use_rotary_position_embeddings", False):
-        draft.set("model.position_embedding_type", "rope", "--use-rotary-position-embeddings", "")
+    latent = left.get("multi_latent_attention")
+    if latent and "rope_type" not in left:
+        draft.set("model.rope_type", "yarn", why="Megatron-LM's default with --multi-latent-attention")
+    why = "no effect with --multi-latent-attention" if latent else "no effect without --multi-latent-attention"
+    for name in sorted(left.keys() & ({"kv_channels"} if latent else _LATENT)):
+        draft.leave(_option(name), left.pop(name), why)
+
+
+def _positions(left: dict[str, Any], draft: Draft, ranks: int) -> None:
     kind = left.get("position_embedding_type")
     if kind is not None and kind not in _TRAINED_AS:
         value = left.pop("position_embedding_type")
@@ -289,16 +321,6 @@ def _model(left: dict[str, Any], draft: Draft, ranks: int) -> None:
         draft.leave(
             "--no-position-embedding", "", "no effect beside rotary embeddings", differs=kind not in ("rope", "yarn")
         )
-    if left.pop("init_method_xavier_uniform", False):
-        draft.set("model.init_method", "xavier_uniform", "--init-method-xavier-uniform", "")
-    if left.pop("use_rope_scaling", False):
-        draft.set("model.rope_scaling", True, "--use-rope-scaling", "")
-    latent = left.get("multi_latent_attention")
-    if latent and "rope_type" not in left:
-        draft.set("model.rope_type", "yarn", why="Megatron-LM's default with --multi-latent-attention")
-    why = "no effect with --multi-latent-attention" if latent else "no effect without --multi-latent-attention"
-    for name in sorted(left.keys() & ({"kv_channels"} if latent else _LATENT)):
-        draft.leave(_option(name), left.pop(name), why)
 
 
 def _layers(given: dict[str, Any], draft: Draft) -> dict[str, Any]:
@@ -326,11 +348,11 @@ def _layers(given: dict[str, Any], draft: Draft) -> dict[str, Any]:
     return given | ({"multi_latent_attention": True} if pattern.startswith(LATENT) else {})
 
 
-def _windows(left: dict[str, Any], draft: Draft, ranks: int) -> None:
+def _layer_lists(left: dict[str, Any], draft: Draft, ranks: int) -> None:
     window = left.get("window_size")
     if isinstance(window, str):
         _take(left, draft, "window_size", "model.window_size", [plain(part) for part in window.strip("()").split(",")])
-    for option in ("window_attn_skip_freq", "no_rope_freq"):
+    for option in ("window_attn_skip_freq", "no_rope_freq", "moe_layer_freq"):
         if isinstance(layers := left.get(option), str):
             _take(left, draft, option, f"model.{option}", _pattern(layers, option))
 
@@ -340,10 +362,6 @@ def _experts(left: dict[str, Any], draft: Draft, ranks: int) -> None:
         left.pop("num_experts", None)
         for name in [name for name in left if name.startswith("moe_")]:
             draft.leave(_option(name), left.pop(name), "no effect without --num-experts")
-        return
-    layers = left.get("moe_layer_freq")
-    if isinstance(layers, str):
-        _take(left, draft, "moe_layer_freq", "model.moe_layer_freq", _pattern(layers, "moe_layer_freq"))
 
 
 def _pattern(text: str, name: str) -> Any:
@@ -466,13 +484,6 @@ def _tokenizer(left: dict[str, Any], draft: Draft) -> None:
         draft.set("model.vocab_size", rows, "--padded-vocab-size", rows)
 
 
-def _recompute(left: dict[str, Any], draft: Draft, ranks: int) -> None:
-    for name in ("recompute_activations", "checkpoint_activations"):
-        if left.pop(name, False):
-            kind = "selective" if name == "recompute_activations" else "full"
-            draft.set("layout.recompute_granularity", kind, _option(name), "")
-
-
 def _unlike(left: dict[str, Any], draft: Draft, ranks: int) -> None:
     """Arguments that make another model, which recipes cannot describe."""
     for name, needed in FIXED.items():
@@ -480,11 +491,11 @@ def _unlike(left: dict[str, Any], draft: Draft, ranks: int) -> None:
             value = left.pop(name)
             if value != needed:
                 draft.leave(_option(name), value, f"only {name}={json.dumps(needed)} is supported", differs=True)
-    stages = left.get("num_layers_per_virtual_pipeline_stage")
+    name = "num_layers_per_virtual_pipeline_stage"
+    stages = left.get(name)
     pipeline = left.get("pipeline_model_parallel_size", 1)
     layers = left.get("num_layers")
     if isinstance(stages, int) and isinstance(layers, int) and layers % (pipeline * stages) == 0:
         chunks = layers // pipeline // stages
-        name = "num_layers_per_virtual_pipeline_stage"
         _take(left, draft, name, "layout.virtual_pipeline_model_parallel_size", chunks,
               f"{layers} layers / {pipeline} stages / {stages}")  # fmt: skip
