@@ -27,10 +27,12 @@ from llmrecipes.tracking.progress import Counted
 from llmrecipes.workflow.model_source import find_checkpoint, open_run, require_merge
 
 if TYPE_CHECKING:
+    import gguf
     import numpy as np
     import torch
     from numpy.typing import NDArray
 
+    from llmrecipes.hf.safetensors import TensorSource
     from llmrecipes.workflow.model_source import OpenedRun
 
 FILE = "model.gguf"
@@ -144,35 +146,31 @@ def export_gguf(
     )
 
 
+def _unsupported(what: str, rule: str, fix: str = "--to onnx") -> UserError:
+    return UserError(what, where="--to gguf", rule=rule, fix=fix)
+
+
 def _require_form(family: str, config: Mapping[str, Any]) -> None:
     if family not in FAMILIES:
-        raise UserError(
+        raise _unsupported(
             f"models of type {family} are not supported",
-            where="--to gguf",
-            rule=f"one of {', '.join(FAMILIES)}",
-            fix="--to onnx, or --family with one of them if the architecture matches",
+            f"one of {', '.join(FAMILIES)}",
+            "--to onnx, or --family with one of them if the architecture matches",
         )
     window = config.get("sliding_window")
     if window is not None and window < config["max_position_embeddings"]:
-        raise UserError(
+        raise _unsupported(
             f"a sliding window of {window} tokens is not supported",
-            where="--to gguf",
-            rule="in llama.cpp a token of these models attends to all tokens before it",
-            fix=f"--to onnx, or train with model.max_position_embeddings={window}",
+            "in llama.cpp a token of these models attends to all tokens before it",
+            f"--to onnx, or train with model.max_position_embeddings={window}",
         )
     if family == "qwen3_moe" and config["mlp_only_layers"]:
-        raise UserError(
-            f"layers {config['mlp_only_layers']} have no experts",
-            where="--to gguf",
-            rule="in llama.cpp every layer of a qwen3_moe has experts",
-            fix="--to onnx",
+        raise _unsupported(
+            f"layers {config['mlp_only_layers']} have no experts", "in llama.cpp every layer of a qwen3_moe has experts"
         )
     if family == "qwen3_moe" and not config["norm_topk_prob"]:
-        raise UserError(
-            "model.moe_router_pre_softmax is not supported",
-            where="--to gguf",
-            rule="in llama.cpp the scores of a token's experts sum to one",
-            fix="--to onnx",
+        raise _unsupported(
+            "model.moe_router_pre_softmax is not supported", "in llama.cpp the scores of a token's experts sum to one"
         )
 
 
@@ -201,34 +199,12 @@ def _write(opened: OpenedRun, file: Path, dtype: str, vocabulary: Vocabulary | N
         if theirs is None:
             raise UserError(f"llama.cpp has no name for the tensor {name}", where="--to gguf")
         parts.setdefault(theirs, []).append(name)
-    of_type: dict[str, gguf.GGMLQuantizationType] = {}
-    sizes: dict[str, int] = {}
-    parameters = 0
-    for theirs, names in parts.items():
-        names.sort(key=_expert)
-        row = source.shape(names[0])[-1]
-        shape = source.shape(names[0])
-        of_type[theirs] = kind if len(shape) > 1 and not theirs.endswith(ROUTER) else gguf.GGMLQuantizationType.F32
-        if dtype in FEW_BITS and theirs.removesuffix(".weight") in WIDER:
-            of_type[theirs] = gguf.GGMLQuantizationType.Q8_0
-        block, size = gguf.GGML_QUANT_SIZES[of_type[theirs]]
-        needed = K_BLOCK if dtype in K_TYPES and of_type[theirs] is kind else block
-        if row % needed:
-            raise UserError(
-                f"{names[0]} has rows of {row} elements",
-                where="--dtype",
-                rule=f"{dtype} needs rows of a multiple of {needed} elements",
-                fix="--dtype fp16",
-            )
-        if EXPERT.search(names[0]):
-            shape = (len(names), *shape)
-        count = prod(shape)
-        parameters += count
-        sizes[theirs] = count // block * size
+    tensors = [_entry(theirs, sorted(names, key=_expert), source, dtype, kind) for theirs, names in parts.items()]
+    for entry in tensors:
         # Raw bytes for types that numpy does not have.
-        element = {"F32": "float32", "F16": "float16"}.get(of_type[theirs].name, "uint8")
-        stored = gguf.quant_shape_to_byte_shape(shape, of_type[theirs]) if element == "uint8" else shape
-        writer.add_tensor_info(theirs, stored, np.dtype(element), sizes[theirs], of_type[theirs])
+        element = {"F32": "float32", "F16": "float16"}.get(entry.kind.name, "uint8")
+        stored = gguf.quant_shape_to_byte_shape(entry.shape, entry.kind) if element == "uint8" else entry.shape
+        writer.add_tensor_info(entry.name, stored, np.dtype(element), entry.bytes, entry.kind)
     if divisors is not None:
         kind = gguf.GGMLQuantizationType.F32
         writer.add_tensor_info(DIVISORS, divisors.shape, divisors.dtype, divisors.nbytes, kind)
@@ -236,24 +212,58 @@ def _write(opened: OpenedRun, file: Path, dtype: str, vocabulary: Vocabulary | N
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
 
-    def converted(name: str, theirs: str) -> Any:
+    def converted(name: str, kind: gguf.GGMLQuantizationType) -> Any:
         values = source.read(name).to(torch.float32)
         if architecture.name in ROTATES_PAIRS and ".q_proj." in name:
             values = _pairs(values, heads)
         elif architecture.name in ROTATES_PAIRS and ".k_proj." in name:
             values = _pairs(values, groups)
         progress.add(1)
-        return gguf.quants.quantize(values.contiguous().numpy(), of_type[theirs])
+        return gguf.quants.quantize(values.contiguous().numpy(), kind)
 
     progress = Counted()
-    progress.begin("tensors", sum(map(len, parts.values())))
-    for theirs, names in parts.items():
-        writer.write_tensor_data(_Arrays(sizes[theirs], (converted(name, theirs) for name in names)))
+    progress.begin("tensors", sum(len(entry.parts) for entry in tensors))
+    for entry in tensors:
+        writer.write_tensor_data(_Arrays(entry.bytes, (converted(part, entry.kind) for part in entry.parts)))
     progress.close()
     if divisors is not None:
         writer.write_tensor_data(divisors)
     writer.close()
-    return parameters
+    return sum(prod(entry.shape) for entry in tensors)
+
+
+class _Entry(NamedTuple):
+    """A tensor of the file: `parts` are its tensors in the export, several for the experts of a layer."""
+
+    name: str
+    parts: list[str]
+    kind: gguf.GGMLQuantizationType
+    shape: tuple[int, ...]
+    bytes: int
+
+
+def _entry(
+    name: str, parts: list[str], source: TensorSource, dtype: str, matrices: gguf.GGMLQuantizationType
+) -> _Entry:
+    """A tensor with its type: that of matrices, 32 bits for vectors and routers, 8 bits where fewer lose too much."""
+    import gguf
+
+    shape = source.shape(parts[0])
+    kind = matrices if len(shape) > 1 and not name.endswith(ROUTER) else gguf.GGMLQuantizationType.F32
+    if dtype in FEW_BITS and name.removesuffix(".weight") in WIDER:
+        kind = gguf.GGMLQuantizationType.Q8_0
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    needed = K_BLOCK if dtype in K_TYPES and kind is matrices else block
+    if shape[-1] % needed:
+        raise UserError(
+            f"{parts[0]} has rows of {shape[-1]} elements",
+            where="--dtype",
+            rule=f"{dtype} needs rows of a multiple of {needed} elements",
+            fix="--dtype fp16",
+        )
+    if EXPERT.search(parts[0]):
+        shape = (len(parts), *shape)
+    return _Entry(name, parts, kind, shape, prod(shape) // block * size)
 
 
 def _quantize(file: Path, dtype: str) -> None:
@@ -317,11 +327,9 @@ def _add_positions(writer: Any, architecture: str, config: Mapping[str, Any]) ->
         writer.add_rope_scaling_factor(positions["factor"])
         return None
     if kind not in ("llama3", "yarn") or (kind == "llama3" and architecture not in ROTATES_PAIRS):
-        raise UserError(
+        raise _unsupported(
             f"rope_type {kind} is not supported for models of type {config['model_type']}",
-            where="--to gguf",
-            rule="llama.cpp has linear and yarn, and llama3 for llama, mistral and mixtral",
-            fix="--to onnx",
+            "llama.cpp has linear and yarn, and llama3 for llama, mistral and mixtral",
         )
     frequencies, attention = ROPE_INIT_FUNCTIONS[kind](read, "cpu")
     if kind == "llama3":
@@ -332,11 +340,9 @@ def _add_positions(writer: Any, architecture: str, config: Mapping[str, Any]) ->
     fast = positions.get("beta_fast") or 32
     slow = positions.get("beta_slow") or 1
     if (fast, slow) != (32, 1) or not positions.get("truncate", True):
-        raise UserError(
+        raise _unsupported(
             f"YaRN with beta_fast {fast}, beta_slow {slow} and truncate {positions.get('truncate', True)}",
-            where="--to gguf",
-            rule="llama.cpp computes with 32, 1 and true for these models",
-            fix="--to onnx",
+            "llama.cpp computes with 32, 1 and true for these models",
         )
     factor = positions["factor"]
     writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
@@ -466,11 +472,10 @@ def _vocabulary(opened: OpenedRun, data_dir: Path) -> tuple[Vocabulary, tuple[st
     model = file["model"]
     pattern = _pattern(file.get("pre_tokenizer"))
     if model.get("type") != "BPE" or pattern is None:
-        raise UserError(
+        raise _unsupported(
             f"a tokenizer of type {model.get('type')} with an unknown pattern",
-            where="--to gguf",
-            rule="the tokenizer must be a byte-level BPE with a word pattern that llama.cpp knows",
-            fix="--no-tokenizer, with token ids as input",
+            "the tokenizer must be a byte-level BPE with a word pattern that llama.cpp knows",
+            "--no-tokenizer, with token ids as input",
         )
     names = {number: text for text, number in model["vocab"].items()}
     names |= {token["id"]: token["content"] for token in file.get("added_tokens", [])}
