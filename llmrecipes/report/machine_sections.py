@@ -88,38 +88,38 @@ def _layout(material: Material) -> str:
     return f"<details><summary>layout</summary>{webpage.table(('degree', 'value'), rows, numbers=(1,))}</details>"
 
 
+_EXPERT_MEASURES = {
+    "imbalance": "Largest over mean expert load (1 is even)",
+    "entropy": "Entropy of the router, nats",
+}
+
+
 def experts(material: Material) -> str:
     """Load of the experts of each layer."""
     if not material.records.experts.kept:
         return nothing("The model has no experts, or their load has not been measured yet.")
     steps = [step for step, _ in material.records.experts.kept]
-    imbalance: dict[int, dict[int, float]] = {}
-    entropy: dict[int, dict[int, float]] = {}
+    by_measure: dict[str, dict[int, dict[int, float]]] = {key: {} for key in _EXPERT_MEASURES}
     dropped = np.zeros(len(steps))
-    last: dict[int, list[Any]] = {}
+    loads: dict[int, list[float]] = {}
     for place, (_, layers) in enumerate(material.records.experts.kept):
         for layer in layers:
             name = number(at(layer, "layer"))
             if name is None:
                 continue
-            for values, key in ((imbalance, "imbalance"), (entropy, "entropy")):
+            for key, values in by_measure.items():
                 if (value := number(at(layer, key))) is not None:
                     values.setdefault(int(name), {})[place] = float(value)
             dropped[place] += number(at(layer, "dropped")) or 0.0
             tokens = at(layer, "tokens_per_expert")
-            if isinstance(tokens, list) and tokens:
-                last[int(name)] = tokens
+            if isinstance(tokens, list) and tokens and all(number(token) is not None for token in tokens):
+                loads[int(name)] = [float(token) for token in tokens]
     columns = [f"{step:,}" for step in steps]
     drawn = [
         charts.heat(f"{title} by layer", [f"layer {name}" for name in values], columns, _grid(values, len(steps)))
-        for title, values in (
-            ("Largest over mean expert load (1 is even)", imbalance),
-            ("Entropy of the router, nats", entropy),
-        )
+        for title, values in zip(_EXPERT_MEASURES.values(), by_measure.values(), strict=True)
         if values
     ]
-    loads = {name: [float(token) for token in tokens] for name, tokens in last.items()
-             if all(number(token) is not None for token in tokens)}  # fmt: skip
     if loads:
         drawn.append(_load(loads, columns[-1]))
     if dropped.any():

@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmrecipes.untrusted import number
@@ -18,6 +18,7 @@ from llmrecipes.untrusted import number
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from mlflow.tracking import MlflowClient
+    from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,6 @@ def picture(measure: str, samples: Mapping[int, Mapping[str, Any]]) -> Figure | 
     Returns:
         None if nothing was measured.
     """
-    import numpy as np
     from matplotlib.figure import Figure
 
     of_kinds = {step: each.get(measure, {}) for step, each in samples.items()}
@@ -157,11 +157,7 @@ def picture(measure: str, samples: Mapping[int, Mapping[str, Any]]) -> Figure | 
     steps = list(counts)
     for place, (axes, kind) in enumerate(zip(grid.flat, kinds, strict=False)):
         axes.tick_params(labelbottom=place + _COLUMNS >= len(kinds))  # the lowest of its column
-        shares = np.full((high - low + 1, len(steps)), np.nan)
-        for column, step in enumerate(steps):
-            size = counts[step].get(kind) or Counter()
-            for exponent, count in size.items():
-                shares[exponent - low, column] = count / size.total()
+        shares = _shares([counts[step].get(kind) or Counter() for step in steps], low, high)
         axes.imshow(shares, origin="lower", aspect="auto", cmap="Blues", vmin=0, interpolation="nearest",
                     extent=(-0.5, len(steps) - 0.5, low, high + 1))  # fmt: skip
         zeros = _zeros(of_kinds[steps[-1]].get(kind))
@@ -174,6 +170,17 @@ def picture(measure: str, samples: Mapping[int, Mapping[str, Any]]) -> Figure | 
         axes.set_visible(False)
     figure.suptitle(f"{measure.capitalize()}s by size, of either sign, over the steps: share of each kind")
     return figure
+
+
+def _shares(columns: Sequence[Counter[int]], low: int, high: int) -> NDArray[Any]:
+    """The share of each exponent from `low` to `high` in each column; NaN: no value has it."""
+    import numpy as np
+
+    shares = np.full((high - low + 1, len(columns)), np.nan)
+    for column, size in enumerate(columns):
+        for exponent, count in size.items():
+            shares[exponent - low, column] = count / size.total()
+    return shares
 
 
 def _zeros(bins: Any) -> float:
