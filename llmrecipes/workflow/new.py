@@ -226,35 +226,12 @@ def make(wanted: Wanted) -> Made:
         UserError: neither or both of `params` and `like`; an invalid value; a tokenizer that cannot be loaded;
             parameters that no shape has; overrides that make an invalid recipe.
     """
-    if (wanted.params is None) == (wanted.like is None):
-        what = "not set" if wanted.params is None else f"{wanted.params} with --like {wanted.like}"
-        raise UserError(
-            what, where="--params", rule="set one of --params and --like", fix="--params 1b, or --like gpt-1b"
-        )
-    like = wanted.like or nearest(wanted.params or 1)
+    like = _like(wanted)
     base = load(like).recipe
     path = Path(f"{wanted.name}.yaml")
     seq_length = wanted.seq_length or base.model.seq_length
-    values = changed_values(base)
-    values.pop("search", None)
-    model = dict(wanted.model or values["model"]) | {"seq_length": seq_length}
-    if model.get("max_position_embeddings", seq_length) < seq_length:
-        model["max_position_embeddings"] = seq_length
-    kept = {"overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer"}
-    values |= {
-        "name": wanted.name,
-        "description": f"made by llmrecipes new, in the shape of {base.name}",
-        "model": model,
-        "layout": base.layout.model_dump(include=kept, exclude_defaults=True),
-    }
-    values.pop("stages", None)
-    for key in GROWING:  # made for the tokens and the ranks of the other recipe
-        values["train"].pop(key, None)
-    data = values.setdefault("data", {})
-    if wanted.data:
-        data["sources"] = [as_values(source_of(text, "--data")) for text in wanted.data]
-    if wanted.tokenizer is not None:
-        data["tokenizer"], model["vocab_size"] = _tokenizer(wanted.tokenizer, base)
+    values = _copied(base, wanted, seq_length)
+    model = values["model"]
     form = like
     if wanted.params is not None:
         values["model"] = model = resized(model, wanted.params)
@@ -267,10 +244,9 @@ def make(wanted: Wanted) -> Made:
     default = TOKENS_PER_PARAMETER * count(sized.model, shape(sized.model)).total
     same = tokens_of(base)
     tokens = wanted.tokens or (default if wanted.like is None or wanted.model is not None else same)
-    batch = max(1, round(base.train.global_batch_size * base.model.seq_length / sized.model.seq_length))
-    while batch > 1 and tokens < LEAST_STEPS * batch * sized.model.seq_length:
-        batch = -(-batch // 2)
-    values["train"] |= {"global_batch_size": batch} | ({"precision": "bf16"} if machine.gpus else {})
+    values["train"]["global_batch_size"] = _batch_size(base, sized.model.seq_length, tokens)
+    if machine.gpus:
+        values["train"]["precision"] = "bf16"
     recipe, ranks = fitted(load_values(values, path, wanted.overrides).recipe, machine)
     values |= recipe.model_dump(mode="json", include={"layout", "train"}, exclude_defaults=True)
     iters = max(1, round(tokens / (recipe.train.global_batch_size * recipe.model.seq_length)))
@@ -285,6 +261,49 @@ def make(wanted: Wanted) -> Made:
     plan = derive_run(loaded, ranks, machine)
     header = f"{tokens:,} tokens in the shape of {form}. {DEFAULTS_NOTE}"
     return Made(loaded, short(loaded, COMMENTS, header), like, form, plan, elsewhere)
+
+
+def _like(wanted: Wanted) -> str:
+    """The recipe to begin from."""
+    if (wanted.params is None) == (wanted.like is None):
+        what = "not set" if wanted.params is None else f"{wanted.params} with --like {wanted.like}"
+        raise UserError(
+            what, where="--params", rule="set one of --params and --like", fix="--params 1b, or --like gpt-1b"
+        )
+    return wanted.like or nearest(wanted.params or 1)
+
+
+def _copied(base: Recipe, wanted: Wanted, seq_length: int) -> dict[str, Any]:
+    """The values of a recipe without what was made for its tokens and ranks, with the data that is wanted."""
+    values = changed_values(base)
+    model = dict(wanted.model or values["model"]) | {"seq_length": seq_length}
+    if model.get("max_position_embeddings", seq_length) < seq_length:
+        model["max_position_embeddings"] = seq_length
+    kept = {"overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer"}
+    values |= {
+        "name": wanted.name,
+        "description": f"made by llmrecipes new, in the shape of {base.name}",
+        "model": model,
+        "layout": base.layout.model_dump(include=kept, exclude_defaults=True),
+    }
+    for section in ("search", "stages"):
+        values.pop(section, None)
+    for key in GROWING:
+        values["train"].pop(key, None)
+    data = values.setdefault("data", {})
+    if wanted.data:
+        data["sources"] = [as_values(source_of(text, "--data")) for text in wanted.data]
+    if wanted.tokenizer is not None:
+        data["tokenizer"], model["vocab_size"] = _tokenizer(wanted.tokenizer, base)
+    return values
+
+
+def _batch_size(base: Recipe, seq_length: int, tokens: int) -> int:
+    """The tokens of the recipe's batch, halved until there are `LEAST_STEPS` of it."""
+    batch = max(1, round(base.train.global_batch_size * base.model.seq_length / seq_length))
+    while batch > 1 and tokens < LEAST_STEPS * batch * seq_length:
+        batch = -(-batch // 2)
+    return batch
 
 
 def write(name: str, text: str, folder: Path, *, force: bool, source: Path | None = None) -> Path:
