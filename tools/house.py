@@ -30,7 +30,7 @@ CODE_BUDGET = {
     "evaluation": 1714,
     "faults": 600,
     "files": 50,
-    "foreign": 1634,
+    "foreign": 1643,
     "hardware": 1112,
     "hf": 2445,
     "launch": 3218,
@@ -40,10 +40,10 @@ CODE_BUDGET = {
     "report": 1824,
     "scaling": 400,
     "search": 2499,
-    "tracking": 2578,
+    "tracking": 2580,
     "train": 3298,
     "verify": 650,
-    "workflow": 3753,
+    "workflow": 3763,
 }
 """Most lines of code of each package; `.` are the modules beside the packages. Whoever needs more removes something, or
 raises the number and says in the commit why."""
