@@ -298,9 +298,8 @@ def _activation(left: dict[str, Any], draft: Draft, ranks: int) -> None:
 
 
 def _attention(left: dict[str, Any], draft: Draft, ranks: int) -> None:
-    grouped = left.pop("group_query_attention", False)
     groups = left.pop("num_query_groups", None)
-    if grouped:
+    if left.pop("group_query_attention", False):
         draft.set("model.num_query_groups", groups or 1, "--num-query-groups", groups)
     elif groups is not None:
         draft.leave("--num-query-groups", groups, "no effect without --group-query-attention")

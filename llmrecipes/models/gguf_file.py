@@ -6,13 +6,11 @@ publish; what is here says which tensor is which, as in llama.cpp's convert_hf_t
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
-import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +19,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.models.create import published, require_absent
 from llmrecipes.models.export_options import ExportOptions
 from llmrecipes.models.exported_programs import ExportedProgram, require_runtimes
+from llmrecipes.models.gguf_vocabulary import Vocabulary, add_vocabulary, unsupported, vocabulary_of
 from llmrecipes.packages import find_spec
 from llmrecipes.rundir import Run
 from llmrecipes.tracking.progress import Counted
@@ -73,17 +72,6 @@ ROUTER = ".ffn_gate_inp.weight"
 """End of the names of routers, which llama.cpp's own files have in fp32: their scores select the experts."""
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 """The number of an expert in a name; llama.cpp has the same matrix of all experts of a layer as one tensor."""
-LOOKS_SPECIAL = re.compile(r"<\|.*\|>|<｜.*｜>|<unused.*>|<pad>|<mask>|<2mass>|\[@BOS@\]")
-"""Added tokens that llama.cpp's converter takes for special ones, whatever the tokenizer says."""
-GPT2 = "gpt-2"
-"""llama.cpp's name of the pattern that the library tokenizers has built in."""
-OURS = "llama-bpe"
-"""llama.cpp's pattern of words next to that of the byte-level BPE of `prepare`, which it does not have."""
-PATTERNS = {
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
-    r"\s+(?!\S)|\s+": "qwen2",
-}
-"""llama.cpp's name of a pattern that splits text into words, besides Llama 3's."""
 
 
 def export_gguf(
@@ -125,7 +113,7 @@ def export_gguf(
             fix="pip install llama-cpp-python, or --dtype fp16 and then llama.cpp's llama-quantize",
         )
     _require_form(opened.family.name, opened.config)
-    vocabulary, notes = _vocabulary(opened, data_dir) if options.tokenizer else (None, ())
+    vocabulary, notes = vocabulary_of(opened, data_dir) if options.tokenizer else (None, ())
     with published(out) as folder:
         parameters = _write(opened, folder / FILE, dtype, vocabulary)
         if dtype in K_TYPES:
@@ -146,30 +134,26 @@ def export_gguf(
     )
 
 
-def _unsupported(what: str, rule: str, fix: str = "--to onnx") -> UserError:
-    return UserError(what, where="--to gguf", rule=rule, fix=fix)
-
-
 def _require_form(family: str, config: Mapping[str, Any]) -> None:
     if family not in FAMILIES:
-        raise _unsupported(
+        raise unsupported(
             f"models of type {family} are not supported",
             f"one of {', '.join(FAMILIES)}",
             "--to onnx, or --family with one of them if the architecture matches",
         )
     window = config.get("sliding_window")
     if window is not None and window < config["max_position_embeddings"]:
-        raise _unsupported(
+        raise unsupported(
             f"a sliding window of {window} tokens is not supported",
             "in llama.cpp a token of these models attends to all tokens before it",
             f"--to onnx, or train with model.max_position_embeddings={window}",
         )
     if family == "qwen3_moe" and config["mlp_only_layers"]:
-        raise _unsupported(
+        raise unsupported(
             f"layers {config['mlp_only_layers']} have no experts", "in llama.cpp every layer of a qwen3_moe has experts"
         )
     if family == "qwen3_moe" and not config["norm_topk_prob"]:
-        raise _unsupported(
+        raise unsupported(
             "model.moe_router_pre_softmax is not supported", "in llama.cpp the scores of a token's experts sum to one"
         )
 
@@ -192,7 +176,7 @@ def _write(opened: OpenedRun, file: Path, dtype: str, vocabulary: Vocabulary | N
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind.name}" if written != "fp32" else "ALL_F32"])
     _add_shape(writer, config)
     divisors = _add_positions(writer, architecture.name, config)
-    _add_vocabulary(writer, vocabulary, config["vocab_size"])
+    add_vocabulary(writer, vocabulary, config["vocab_size"])
     parts: dict[str, list[str]] = {}
     for name in source.names():
         theirs = known.get_name(EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias"))
@@ -327,7 +311,7 @@ def _add_positions(writer: Any, architecture: str, config: Mapping[str, Any]) ->
         writer.add_rope_scaling_factor(positions["factor"])
         return None
     if kind not in ("llama3", "yarn") or (kind == "llama3" and architecture not in ROTATES_PAIRS):
-        raise _unsupported(
+        raise unsupported(
             f"rope_type {kind} is not supported for models of type {config['model_type']}",
             "llama.cpp has linear and yarn, and llama3 for llama, mistral and mixtral",
         )
@@ -340,7 +324,7 @@ def _add_positions(writer: Any, architecture: str, config: Mapping[str, Any]) ->
     fast = positions.get("beta_fast") or 32
     slow = positions.get("beta_slow") or 1
     if (fast, slow) != (32, 1) or not positions.get("truncate", True):
-        raise _unsupported(
+        raise unsupported(
             f"YaRN with beta_fast {fast}, beta_slow {slow} and truncate {positions.get('truncate', True)}",
             "llama.cpp computes with 32, 1 and true for these models",
         )
@@ -384,120 +368,3 @@ def _pairs(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """Rows (or a bias) of queries or keys with the channels that are rotated together side by side."""
     halves = weight.view(heads, 2, weight.size(0) // heads // 2, *weight.shape[1:])
     return halves.transpose(1, 2).reshape(weight.shape)
-
-
-SAMPLING: Mapping[str, str] = {
-    "temperature": "temp",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "penalty_repeat",
-}
-"""Keys of generation_config.json by the package's names of llama.cpp's."""
-
-
-def _add_vocabulary(writer: Any, vocabulary: Vocabulary | None, size: int) -> None:
-    import gguf
-
-    if vocabulary is None:
-        writer.add_tokenizer_model("no_vocab")
-        return
-    names: list[str] = [f"[PAD{number}]" for number in range(size)]
-    kinds = [gguf.TokenType.UNUSED] * size
-    for text, number in vocabulary.tokens.items():
-        names[number], kinds[number] = text, gguf.TokenType.NORMAL
-    for token in vocabulary.added:
-        control = token["special"] or LOOKS_SPECIAL.fullmatch(token["content"])
-        names[token["id"]] = token["content"]
-        kinds[token["id"]] = gguf.TokenType.CONTROL if control else gguf.TokenType.USER_DEFINED
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(vocabulary.pattern)
-    writer.add_token_list(names)
-    writer.add_token_types([int(kind) for kind in kinds])
-    vocabulary.special.add_to_gguf(writer, quiet=True)
-    if "bos" not in vocabulary.special.add_special_token:
-        writer.add_add_bos_token(False)  # llama.cpp's default depends on the pattern
-    for key, name in SAMPLING.items():
-        value = vocabulary.generation.get(key)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            getattr(writer, f"add_sampling_{name}")(value)
-    if vocabulary.ends[1:]:
-        # Generation stops at the end of an answer and at that of a document.
-        writer.add_eot_token_id(vocabulary.ends[0])
-        writer.add_eom_token_id(vocabulary.ends[1])
-
-
-class Vocabulary(NamedTuple):
-    """What a file says of a byte-level BPE."""
-
-    tokens: Mapping[str, int]
-    added: Sequence[Mapping[str, Any]]
-    """Added tokens, as in tokenizer.json."""
-    special: Any
-    """`gguf.SpecialVocab`: merges, special tokens, which of them the tokenizer adds to a text, and chat templates."""
-    pattern: str
-    """llama.cpp's name of how text is split into words."""
-    ends: Sequence[int]
-    """Ids that end an answer."""
-    generation: Mapping[str, Any]
-    """generation_config.json."""
-
-
-def _vocabulary(opened: OpenedRun, data_dir: Path) -> tuple[Vocabulary, tuple[str, ...]]:
-    """The vocabulary of a run, by the files that `export --to hf` writes; and notes.
-
-    Raises:
-        UserError: its data is not prepared, or llama.cpp lacks its pattern.
-    """
-    import gguf
-
-    from llmrecipes.data.folder.prepared import TOKENIZER
-    from llmrecipes.data.tokens.encode import WORDS
-    from llmrecipes.hf.generation_config import FILE as FILE_OF_GENERATION
-    from llmrecipes.hf.reading import CONFIG
-    from llmrecipes.hf.safetensors import write_json
-    from llmrecipes.hf.tokenizer_files import write_companions
-    from llmrecipes.models.export import prepared_of
-
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        prepared = prepared_of(opened, data_dir)
-        special = write_companions(folder, opened.recipe, prepared, opened.folder, tokenizer=True)
-        end = special["eos_token_id"]
-        ends: list[int] = end if isinstance(end, list) else [end]
-        generation = json.loads((folder / FILE_OF_GENERATION).read_text("utf-8"))
-        write_json(folder / CONFIG, {**special, "eos_token_id": ends[0]})
-        file: dict[str, Any] = json.loads((folder / TOKENIZER).read_text("utf-8"))
-        marks = gguf.SpecialVocab(folder, load_merges=True, n_vocab=opened.config["vocab_size"])
-    model = file["model"]
-    pattern = _pattern(file.get("pre_tokenizer"))
-    if model.get("type") != "BPE" or pattern is None:
-        raise _unsupported(
-            f"a tokenizer of type {model.get('type')} with an unknown pattern",
-            "the tokenizer must be a byte-level BPE with a word pattern that llama.cpp knows",
-            "--no-tokenizer, with token ids as input",
-        )
-    names = {number: text for text, number in model["vocab"].items()}
-    names |= {token["id"]: token["content"] for token in file.get("added_tokens", [])}
-    notes: tuple[str, ...] = ()
-    if more := ends[2:]:
-        listed = ", ".join(names.get(number, str(number)) for number in more)
-        notes = (f"llama.cpp has no key for more than two tokens that end an answer: {listed}",)
-    if json.dumps(WORDS)[1:-1] in json.dumps(file["pre_tokenizer"]):
-        notes += (
-            f"llama.cpp splits text into words by its pattern {OURS}; where it differs from this tokenizer's "
-            "(contractions, line ends after punctuation), tokens differ from those of training",
-        )
-    return Vocabulary(model["vocab"], file.get("added_tokens", []), marks, pattern, ends, generation), notes
-
-
-def _pattern(splitter: Any) -> str | None:
-    """llama.cpp's name of a `pre_tokenizer`; None: it has none."""
-    from llmrecipes.data.tokens.encode import LLAMA3, WORDS
-
-    text = json.dumps(splitter)
-    known = PATTERNS | {LLAMA3: OURS, WORDS: OURS}
-    if isinstance(splitter, dict) and splitter.get("type") == "ByteLevel":
-        plain = splitter.get("use_regex", True) and not splitter.get("add_prefix_space", True)
-        return GPT2 if plain else None
-    return next((name for pattern, name in known.items() if json.dumps(pattern)[1:-1] in text), None)

@@ -21,7 +21,7 @@ from tokenizers import AddedToken, decoders, pre_tokenizers, processors
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from llmrecipes.data.tokens.encode import LLAMA3
-from llmrecipes.models import gguf_file
+from llmrecipes.models import gguf_file, gguf_vocabulary
 from llmrecipes.models.export_options import ExportOptions
 from llmrecipes.models.gguf_file import export_gguf
 from llmrecipes.models.importing import import_model
@@ -128,7 +128,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SPECIAL = ["<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>"]
-TOKENIZERS = {"gpt-2": None, "llama-bpe": LLAMA3, "qwen2": next(iter(gguf_file.PATTERNS))}
+TOKENIZERS = {"gpt-2": None, "llama-bpe": LLAMA3, "qwen2": next(iter(gguf_vocabulary.PATTERNS))}
 """Patterns by llama.cpp's names; None is built into the library."""
 
 
