@@ -35,15 +35,15 @@ CODE_BUDGET = {
     "hf": 2445,
     "launch": 3218,
     "models": 4120,
-    "plan": 5677,
+    "plan": 5694,
     "recipe": 8934,
     "report": 1824,
     "scaling": 400,
     "search": 2499,
-    "tracking": 2580,
+    "tracking": 2585,
     "train": 3298,
     "verify": 650,
-    "workflow": 3763,
+    "workflow": 3795,
 }
 """Most lines of code of each package; `.` are the modules beside the packages. Whoever needs more removes something, or
 raises the number and says in the commit why."""

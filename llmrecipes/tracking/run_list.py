@@ -10,6 +10,7 @@ from typing import Any
 
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking import status
+from llmrecipes.tracking.events import STARTED
 from llmrecipes.tracking.jsonl import parse
 from llmrecipes.untrusted import Refused, number, open_file
 
@@ -108,11 +109,16 @@ def _measured(run_dir: Path) -> LongestTimes | None:
 
 
 def last_note(run_dir: Path, event: str) -> dict[str, Any] | None:
-    """Details of the last note of a kind at the end of a run's metrics; None without one."""
+    """Details of the last note of a kind of a run's last start, at the end of its metrics; None without one."""
     note = None
     for line in tail(RunFiles(run_dir).metrics, TAIL_BYTES_OF_SAVES):
-        if event.encode() in line and (parse(line) or {}).get("event") == event:
-            note = (parse(line) or {}).get("details", {})
+        if event.encode() not in line and STARTED.encode() not in line:
+            continue
+        record = parse(line) or {}
+        if record.get("event") == event:
+            note = record.get("details", {})
+        elif record.get("event") == STARTED:  # its plan.json and recipe.yaml replace those of the start before
+            note = None
     return note
 
 

@@ -1,4 +1,4 @@
-"""Seconds of a step that earlier runs of a recipe have measured, for the choice of the next one's layout."""
+"""What earlier runs of a recipe say for the choice of a layout: seconds of a step, and the run's own last start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
-from llmrecipes.plan.speed.choice import MeasuredStep
+from llmrecipes.hardware.profile import Profile
+from llmrecipes.plan.speed.choice import EarlierStart, MeasuredStep
 from llmrecipes.recipe.halves import learned
 from llmrecipes.recipe.reading.layouts import undecided
 from llmrecipes.recipe.schema import Recipe
@@ -19,6 +20,7 @@ from llmrecipes.tracking.run_list import last_note
 from llmrecipes.untrusted import read_json
 
 logger = logging.getLogger(__name__)
+_DAMAGED = (UserError, OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError)
 MOST = 50
 """Newest runs of a recipe that are read: a choice must not wait for a directory of thousands."""
 TIMELESS = (
@@ -28,12 +30,14 @@ TIMELESS = (
 """What is learned from, and when; the rest decides how much work a step is."""
 
 
-def measured_steps(recipe: Recipe, cluster: Cluster, ranks: int, runs_dir: Path | None) -> list[MeasuredStep]:
+def measured_steps(
+    recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None, runs_dir: Path | None
+) -> list[MeasuredStep]:
     """What runs of the same recipe on as many of the same GPUs have measured, newest run first.
 
     Args:
         recipe: whose `name` is that of the runs' directory; runs that differ in the work of a step do not count.
-        cluster, ranks: of the run that is planned.
+        cluster, ranks, profile: of the run that is planned; runs on GPUs with other links do not count.
         runs_dir: None: no runs are read.
     """
     if runs_dir is None or not cluster.gpus or not undecided(recipe):
@@ -44,8 +48,8 @@ def measured_steps(recipe: Recipe, cluster: Cluster, ranks: int, runs_dir: Path 
     damaged = []
     for run in runs:
         try:
-            step = _step(run, wanted, ranks)
-        except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            step = _step(run, wanted, ranks, profile)
+        except _DAMAGED:
             damaged.append(run.name)
             continue
         if step is not None:
@@ -56,16 +60,40 @@ def measured_steps(recipe: Recipe, cluster: Cluster, ranks: int, runs_dir: Path 
     return steps
 
 
-def _step(run: Run, wanted: dict[str, Any], ranks: int) -> MeasuredStep | None:
-    """Of one run; None if it has measured nothing, or something else."""
+def last_start(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None, run: Run) -> EarlierStart | None:
+    """How `layout: auto` last started this run on as many of the same GPUs; None: it did not, or records are damaged.
+
+    Args:
+        recipe, cluster, ranks, profile: as of `measured_steps`.
+    """
+    if not cluster.gpus or not undecided(recipe):
+        return None
     try:
-        plan = read_json(run.path / PLAN, root=run.path)
-    except FileNotFoundError:  # it has not begun
+        plan = _plan(run, ranks, profile)
+        if plan is None or not plan["chosen"]:
+            return None
+        return EarlierStart(run.name, run.recipe().layout, str(plan["predicted"]["device"]))
+    except _DAMAGED:
+        return None
+
+
+def _plan(run: Run, ranks: int, profile: Profile | None) -> dict[str, Any] | None:
+    """plan.json of a run; None if it has not begun, or was planned for another machine."""
+    try:
+        plan: dict[str, Any] = read_json(run.path / PLAN, root=run.path)
+    except FileNotFoundError:
         return None
     if plan["world_size"] != ranks or not plan["predicted"]:
         return None
-    values = last_note(run.path, MEASURED)
-    if values is None:
+    name = None if profile is None else profile.name
+    return plan if plan["predicted"].get("profile", "") == name else None
+
+
+def _step(run: Run, wanted: dict[str, Any], ranks: int, profile: Profile | None) -> MeasuredStep | None:
+    """Of one run; None if it has measured nothing, or something else."""
+    plan = _plan(run, ranks, profile)
+    values = None if plan is None else last_note(run.path, MEASURED)
+    if plan is None or values is None:
         return None
     recipe = run.recipe()
     seconds = float(values["measured/step_seconds"])

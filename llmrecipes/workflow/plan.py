@@ -20,8 +20,9 @@ from llmrecipes.recipe.derived.degrees import least_ranks
 from llmrecipes.recipe.derived.stage_runs import stage_named, stage_recipes
 from llmrecipes.recipe.reading.layouts import undecided
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.rundir import Run
 from llmrecipes.units import MIB
-from llmrecipes.workflow.measured_steps import measured_steps
+from llmrecipes.workflow.measured_steps import last_start, measured_steps
 
 TEXT_RATE = {"words": 13.0 * MIB, "gigatoken": 50.0 * MIB, "tokenizers": 2.8 * MIB}
 """Bytes of text a second that `prepare` makes into files of tokens on one core, by what tokenizes it: a `bpe` with the
@@ -123,14 +124,22 @@ def placement(
 
 
 def laid_out(
-    recipe: Recipe, ranks: int, machine: Cluster, profile: Profile | None, runs_dir: Path | None = None
+    recipe: Recipe,
+    ranks: int,
+    machine: Cluster,
+    profile: Profile | None,
+    runs_dir: Path | None = None,
+    run: Run | None = None,
 ) -> RunPlan:
     """The plan of a recipe with what `layout: auto` chooses for these ranks; arguments and errors as of `choose`.
 
     Args:
         runs_dir: directory of earlier runs, whose measured steps the choice uses; None: it uses none.
+        run: that may have been started before, whose layout is kept then.
     """
-    choice = choose(recipe, machine, ranks, profile, measured_steps(recipe, machine, ranks, runs_dir))
+    measured = measured_steps(recipe, machine, ranks, profile, runs_dir)
+    last = None if run is None else last_start(recipe, machine, ranks, profile, run)
+    choice = choose(recipe, machine, ranks, profile, measured, last)
     if choice is None:
         return derive_run(recipe, ranks, machine)
     return replace(derive_run(choice.recipe, ranks, machine), chosen=choice.as_dict())

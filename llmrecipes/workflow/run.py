@@ -72,6 +72,7 @@ def plan_run(
     ranks: int | None = None,
     profile: Profile | None = None,
     runs_dir: Path | None = None,
+    run: Run | None = None,
 ) -> RunPlan:
     """Plan a recipe, and reject what cannot work.
 
@@ -80,7 +81,7 @@ def plan_run(
         cluster: all nodes of the run together.
         ranks: ranks of all nodes; None: `default_world_size`.
         profile: for `layout: auto`; None: the GPU's data file.
-        runs_dir: see `laid_out`.
+        runs_dir, run: see `laid_out`.
 
     Raises:
         UserError: the layout or the batch does not fit the ranks, or the run does not fit the machine; or it would not
@@ -90,7 +91,7 @@ def plan_run(
     elastic = recipe.train.elastic is not None
     if elastic:
         require_elastic_world(recipe, ranks)
-    plan = laid_out(recipe, ranks, cluster, profile, runs_dir)
+    plan = laid_out(recipe, ranks, cluster, profile, runs_dir, run)
     check_run(plan, cluster)
     if elastic:
         check_fewer(plan.recipe, ranks, cluster)

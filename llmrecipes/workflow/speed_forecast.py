@@ -72,7 +72,7 @@ def seconds_of(plan: RunPlan, cluster: str | None) -> tuple[float, float] | None
 def record_of(plan: RunPlan, profile: Profile | None) -> dict[str, Any] | None:
     """What a run records of its prediction; None where nothing is known of the machine's speed."""
     try:
-        return forecast_run(plan, profile).record()
+        return {**forecast_run(plan, profile).record(), "profile": None if profile is None else profile.name}
     except SpeedUnknownError:
         return None
 

@@ -22,6 +22,7 @@ from llmrecipes.plan.run_plan import RunPlan
 from llmrecipes.recipe.reading.layouts import chosen_keys
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.rundir import Run
+from llmrecipes.runfiles import checked_run_id
 from llmrecipes.tracking.run_tracker import require_packages_of_tracking
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow.precomputed_match import require_precomputed
@@ -109,6 +110,20 @@ class Finished(Exception):
         super().__init__(f"{run.path} has done all its steps")
 
 
+def plan_start(recipe: Recipe, paths: Paths, options: TrainOptions, machine: Machine) -> RunPlan:
+    """The plan of a start; arguments and errors as of `prepare_start`.
+
+    A run that goes on keeps the layout that was chosen for it. Each of several nodes plans by itself, and may see other
+    runs than the next, or see them at another time: what runs have measured does not count there.
+    """
+    where = machine.cluster, machine.ranks, machine.profile
+    if machine.nodes > 1:
+        return plan_run(recipe, *where)
+    resumed = options.run_id is not None and not options.run.from_scratch
+    run = Run.of(paths.runs_dir, recipe.name, checked_run_id(options.run_id)) if resumed else None
+    return plan_run(recipe, *where, paths.runs_dir, run)
+
+
 def prepare_start(
     recipe: Recipe,
     paths: Paths,
@@ -131,7 +146,7 @@ def prepare_start(
         Finished: with `skip_finished`.
         UserError: nothing was started. A directory that was created for it is removed.
     """
-    plan = plan_run(recipe, machine.cluster, machine.ranks, machine.profile, paths.runs_dir)
+    plan = plan_start(recipe, paths, options, machine)
     if plan.chosen is not None:
         log(f"layout auto: {plan.chosen['text']}")
     recipe = plan.recipe  # what `recompute_granularity: auto` has become: the ranks do not choose again

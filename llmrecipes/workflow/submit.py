@@ -112,7 +112,7 @@ def plan_for(
         )
     site = machine(profile, nodes)
     ranks = nodes * (ranks_per_node or profile.ranks_per_node)
-    choice = choose(loaded, site, ranks, profile, measured_steps(loaded, site, ranks, runs_dir))
+    choice = choose(loaded, site, ranks, profile, measured_steps(loaded, site, ranks, profile, runs_dir))
     if choice is not None:
         overrides = _with_layout(recipe, overrides, choice)
         loaded = load(recipe, overrides).recipe

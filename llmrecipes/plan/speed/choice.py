@@ -28,18 +28,23 @@ _COMPARED = 24
 
 
 @dataclass(frozen=True)
-class MeasuredStep:
-    """What an earlier run of the recipe has measured.
+class EarlierStart:
+    """How a run of the recipe was last started.
 
     Attributes:
         layout: its keys, as the run's plan has resolved them.
         device: name of its GPU's coefficients.
-        seconds: of a step.
     """
 
     run: str
     layout: LayoutKeys
     device: str
+
+
+@dataclass(frozen=True)
+class MeasuredStep(EarlierStart):
+    """What it has measured: seconds of a step."""
+
     seconds: float
 
 
@@ -72,6 +77,8 @@ class Choice:
     """How much longer a step of `following` takes, as a fraction."""
     measured: str | None = None
     """The run that has measured the layout; None: its time is predicted."""
+    again: bool = False
+    """It is that of the run's last start; nothing was compared."""
 
     @property
     def recipe(self) -> Recipe:
@@ -80,6 +87,8 @@ class Choice:
 
     def __str__(self) -> str:
         """One line: what was chosen, and why."""
+        if self.again:
+            return f"{self.chosen.key}: as at the last start of this run"
         if self.chosen.offloads:
             return f"{self.chosen.key}: nothing fits without offload, whose time is unknown"
         fastest = f"simplest of the {self.alike} fastest" if self.alike > 1 else "fastest"
@@ -105,7 +114,12 @@ def _kept(recipe: Recipe) -> Iterator[str]:
 
 
 def choose(
-    recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None, measured: Sequence[MeasuredStep] = ()
+    recipe: Recipe,
+    cluster: Cluster,
+    ranks: int,
+    profile: Profile | None,
+    measured: Sequence[MeasuredStep] = (),
+    last: EarlierStart | None = None,
 ) -> Choice | None:
     """The fastest layout that fits, of those that keep what the recipe sets.
 
@@ -115,6 +129,7 @@ def choose(
         ranks: ranks of the run, all of which the layout uses.
         profile: the cluster's links and coefficients; None: those of the GPU's data file.
         measured: by earlier runs of the recipe on as many ranks, the newest first.
+        last: start of the same run on as many ranks, whose layout is kept if it fits and has what the recipe sets.
 
     Returns:
         None: the recipe names another layout, sets everything, or runs on processors. Unless it asks for auto, also
@@ -137,6 +152,8 @@ def choose(
             fix="layout=null, or a name of layouts",
         )
     try:
+        if last is not None and (again := _candidate(recipe, last, cluster, ranks, profile)) and _same(again, last):
+            return Choice(again, 1, None, again=True)
         choice = _choice(recipe, cluster.emptied(), ranks, profile, measured)
         # All memory, so that the next run here has the same layout; but others may keep some.
         fits = derive(choice.recipe, ranks, cluster).fits
@@ -190,14 +207,22 @@ def _with_runs(
     """
     candidates = list(best)
     for step in measured:
-        values = {name: getattr(step.layout, name) for name in (*CHOSEN, "use_distributed_optimizer")}
-        laid_out = recipe.with_layout(**{name: value for name, value in values.items() if name not in _kept(recipe)})
         if any(_same(candidate, step) for candidate in candidates):
             continue
-        plan = plan_of(laid_out, cluster, ranks)
-        if plan is not None and plan.fits:
-            candidates.append(Candidate(plan.recipe, forecast(plan, profile)))
+        candidate = _candidate(recipe, step, cluster, ranks, profile)
+        if candidate is not None:
+            candidates.append(candidate)
     return candidates
+
+
+def _candidate(
+    recipe: Recipe, start: EarlierStart, cluster: Cluster, ranks: int, profile: Profile | None
+) -> Candidate | None:
+    """The layout of a start with what the recipe sets; None: it does not fit."""
+    kept = set(_kept(recipe))
+    names = [name for name in (*CHOSEN, "use_distributed_optimizer") if name not in kept]
+    plan = plan_of(recipe.with_layout(**{name: getattr(start.layout, name) for name in names}), cluster, ranks)
+    return Candidate(plan.recipe, forecast(plan, profile)) if plan is not None and plan.fits else None
 
 
 def _corrected(candidates: list[Candidate], measured: Sequence[MeasuredStep]) -> list[_Timed]:
@@ -222,10 +247,10 @@ def _corrected(candidates: list[Candidate], measured: Sequence[MeasuredStep]) ->
     return sorted(timed, key=lambda each: each.seconds)
 
 
-def _same(candidate: Candidate, step: MeasuredStep) -> bool:
+def _same(candidate: Candidate, start: EarlierStart) -> bool:
     """Whether a run on the same GPUs had this layout, in every key."""
     layout = candidate.forecast.plan.recipe.layout
-    return candidate.forecast.device.name == step.device and _keys(layout) == _keys(step.layout)
+    return candidate.forecast.device.name == start.device and _keys(layout) == _keys(start.layout)
 
 
 def _keys(layout: LayoutKeys) -> dict[str, Any]:
