@@ -101,7 +101,7 @@ def experts(material: Material) -> str:
     steps = [step for step, _ in material.records.experts.kept]
     by_measure: dict[str, dict[int, dict[int, float]]] = {key: {} for key in _EXPERT_MEASURES}
     dropped = np.zeros(len(steps))
-    loads: dict[int, list[float]] = {}
+    last: dict[int, list[Any]] = {}
     for place, (_, layers) in enumerate(material.records.experts.kept):
         for layer in layers:
             name = number(at(layer, "layer"))
@@ -112,14 +112,17 @@ def experts(material: Material) -> str:
                     values.setdefault(int(name), {})[place] = float(value)
             dropped[place] += number(at(layer, "dropped")) or 0.0
             tokens = at(layer, "tokens_per_expert")
-            if isinstance(tokens, list) and tokens and all(number(token) is not None for token in tokens):
-                loads[int(name)] = [float(token) for token in tokens]
+            if isinstance(tokens, list) and tokens:
+                last[int(name)] = tokens
     columns = [f"{step:,}" for step in steps]
     drawn = [
         charts.heat(f"{title} by layer", [f"layer {name}" for name in values], columns, _grid(values, len(steps)))
         for title, values in zip(_EXPERT_MEASURES.values(), by_measure.values(), strict=True)
         if values
     ]
+    # An earlier load would be shown under the last step.
+    sound = {name: tokens for name, tokens in last.items() if all(number(token) is not None for token in tokens)}
+    loads = {name: [float(token) for token in tokens] for name, tokens in sound.items()}
     if loads:
         drawn.append(_load(loads, columns[-1]))
     if dropped.any():

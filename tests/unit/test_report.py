@@ -332,6 +332,21 @@ def test_experts_layers_and_ranks_are_drawn(tmp_path: Path) -> None:
         assert "<svg" in section and all(words in section for words in shown), (name, section)
 
 
+@pytest.mark.parametrize("count", ['"x"', "null", "[]"])
+def test_a_damaged_load_of_an_expert_is_not_that_of_a_step_before(tmp_path: Path, count: str) -> None:
+    balance = [{"layer": 1, "tokens_per_expert": [1, 7], "imbalance": 1.5}]
+    lines = [step(n, BEGAN + n, experts=balance) for n in (1, 2)]
+    damaged = json.loads(json.dumps(lines[1]).replace("[1, 7]", f"[1, {count}]"))
+
+    def pictures(name: str) -> int:
+        section = written(tmp_path, name).split('<section id="experts">')[1].split("</section>")[0]
+        return section.count("<svg")
+
+    make(tmp_path, "whole", lines)
+    make(tmp_path, "damaged", [lines[0], damaged])
+    assert pictures("damaged") == pictures("whole") - 1
+
+
 def test_steps_are_divided_by_what_their_ranks_did() -> None:
     records = Records()
     for name, seconds in (("compute", 3.0), ("communication", 1.0), ("data", 0.0)):
