@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import resource
 import subprocess
 import sys
 import threading
@@ -320,3 +321,14 @@ def largest_difference(one: list[float], other: list[float]) -> float:
     assert len(one) == len(other) > 0
     assert all(map(math.isfinite, one + other))
     return max(abs(a - b) / abs(a) for a, b in zip(one, other, strict=True))
+
+
+@contextmanager
+def no_file_above(size: int) -> Iterator[None]:
+    """Every write beyond `size` bytes of a file fails, as on a full disk (EFBIG instead of ENOSPC)."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -48,7 +48,7 @@ class BundleWriter:
     def add(self, name: str, content: Iterable[bytes]) -> str:
         """Write a member; returns its SHA-256 (hex)."""
         if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
-            raise ValueError(f"{name!r} is no name for a member")
+            raise ValueError(f"invalid member name: {name!r}")
         place = self._stream.tell()
         self._stream.write(bytes(_BLOCK))
         digest = hashlib.sha256()
@@ -142,7 +142,7 @@ class Bundle:
         return self._stream.read(member.size)
 
     def lines(self, name: str) -> Iterator[bytes]:
-        """The lines of a member, none if there is no such member; read one after the other, without other reads.
+        """The lines of a member; none without such a member. Read nothing else until they are exhausted.
 
         Raises:
             Refused: one is too long.
@@ -223,7 +223,7 @@ def _as_listed(path: Path, stream: BufferedReader, members: dict[str, _Member]) 
 
 
 def refused(path: Path, what: str) -> Refused:
-    """The error of a file that is no sound bundle."""
+    """The error for a file that is not a valid bundle."""
     return Refused(
         what, where=str(path), rule="a bundle is as llmrecipes bundle wrote it", fix="get it again from where it came"
     )

@@ -144,8 +144,8 @@ def prepare(path: Path, options: RerunOptions, nproc: int | None, paths: Paths, 
         nproc: ranks; None: those of the bundle if this machine has as many GPUs (or cores), else as for `train`.
 
     Raises:
-        UserError: the file is no sound bundle, or of a newer version; the recipe cannot run here, or does not describe
-            the run; prepared data is damaged, or its source is missing.
+        UserError: the file is not a valid bundle, or of a newer version; the recipe cannot run here, or does not
+            describe the run; prepared data is damaged, or its source is missing.
     """
     with opened(path) as bundle:
         facts = _json(bundle, FACTS)

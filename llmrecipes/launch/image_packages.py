@@ -90,11 +90,11 @@ def _listed(needs: Collection[Need]) -> str:
 
 def extras_in_tag(image: str) -> frozenset[str] | None:
     """Extras that a tag of `make image` names; None: it is another image, or a tag that does not."""
-    found = _TAG.search(_name(image).partition("@")[0])
-    words = frozenset(found[2].split(".")) if found else frozenset()
-    if not found or words - IN_IMAGES - OTHERS - {"all", "none"}:
+    match = _TAG.search(_name(image).partition("@")[0])
+    words = frozenset(match[2].split(".")) if match else frozenset()
+    if not match or words - IN_IMAGES - OTHERS - {"all", "none"}:
         return None
-    every = IN_IMAGES - {"gpu"} if found[1] == "cpu" else IN_IMAGES
+    every = IN_IMAGES - {"gpu"} if match[1] == "cpu" else IN_IMAGES
     return words - {"all", "none"} | (every if "all" in words else frozenset())
 
 

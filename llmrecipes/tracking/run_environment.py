@@ -78,8 +78,8 @@ def _packages() -> dict[str, str | None]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = None
-    # Names of folders: reading the metadata of hundreds of packages would take a fifth of a second. The first of a name
-    # is imported; setuptools adds a folder of its own copies when it is.
+    # From the names of folders: reading the metadata of hundreds of packages takes a fifth of a second. Of two folders
+    # the first on the path wins, as at import. `_vendor` are private copies, which setuptools adds when it is imported.
     folders = (Path(folder) for folder in reversed(sys.path) if not folder.endswith("_vendor"))
     installed = (path.stem.rpartition("-") for folder in folders for path in folder.glob("*.dist-info"))
     others = {name.lower().replace("_", "-"): version for name, _, version in installed}

@@ -7,12 +7,10 @@ import json
 import logging
 import math
 import os
-import resource
 import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,16 @@ from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow.start import Machine, PreparedStart
 from llmrecipes.workflow.train import start
-from tests.helpers import curve, lines, require_same_checkpoints, steps_done, tiny_on, train_lines, write_recipe
+from tests.helpers import (
+    curve,
+    lines,
+    no_file_above,
+    require_same_checkpoints,
+    steps_done,
+    tiny_on,
+    train_lines,
+    write_recipe,
+)
 from tests.refusals import require_message
 
 BAD = "decoder.layers.1.mlp.linear_fc1.weight"
@@ -130,17 +137,6 @@ def test_overflows_are_skipped_counted_and_end_at_the_smallest_loss_scale(train:
 
 
 # -- disk ------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def no_file_above(size: int) -> Iterator[None]:
-    """Every write beyond `size` bytes of a file fails, as on a full disk (EFBIG instead of ENOSPC)."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_failed_saves_are_alarms_and_only_the_last_one_ends_the_run(

@@ -6,11 +6,9 @@ import json
 import math
 import os
 import re
-import resource
 import shutil
 import tarfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from llmrecipes.cli import app as cli
 from llmrecipes.hardware.process import start_ticks
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.rundir import Run
-from tests.helpers import lines, tiny_on, train_lines, write_recipe
+from tests.helpers import lines, no_file_above, tiny_on, train_lines, write_recipe
 from tests.refusals import refused, require_message
 
 TOKEN = "hf_" + "a1B2" * 9
@@ -103,7 +101,7 @@ def contents(path: Path) -> dict[str, bytes]:
 
 
 def rewrite(path: Path, changes: dict[str, Any]) -> Path:
-    """A sound bundle with other contents; None leaves a member out."""
+    """A valid bundle with other contents; None leaves a member out."""
     members = {**contents(path), **changes}
     with path.open("wb") as stream:
         writer = BundleWriter(stream)
@@ -260,22 +258,11 @@ def test_nothing_is_overwritten_and_a_full_disk_leaves_nothing(command: Command,
     code, _, err = command("bundle", "r", "--out", tmp_path, "--force")
     assert code == 2
     require_message(err, tmp_path)
-    with files_of_at_most(50_000):
+    with no_file_above(50_000):
         code, _, err = command("bundle", "r", "--checkpoint", "last", "--out", tmp_path / "full.tar")
     assert code == 2
     require_message(err, tmp_path / "full.tar", rule="--out")
     assert [path.name for path in tmp_path.iterdir()] == [bundle.name]
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """Writes beyond this fail, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture
@@ -451,7 +438,7 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_file_that_is_no_sound_bundle_is_refused(
+def test_an_invalid_bundle_is_refused(
     command: Command, bundle: Path, tmp_path: Path, change: Callable[[Path], object]
 ) -> None:
     change(bundle)
